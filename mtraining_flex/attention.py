@@ -1,0 +1,235 @@
+"""Sparse attention, as a function and as the module in a model's attention slot.
+
+The five steps, in order: find the pattern (`pattern`), turn it into block masks
+(`block_mask`), rotate keys and values around the ring (`ring`), compute each step
+(`ring.step`), merge (`ring.merge`). cp = 1 is the same code with one step.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from mtraining_flex.config import Ring
+from mtraining_flex.config import SparseAttention as SparseConfig
+from mtraining_flex.layout import Layout, build_layout
+from mtraining_flex.pattern.budget import layer_budget
+from mtraining_flex.pattern.search import check_layout
+from mtraining_flex.pattern.types import VerticalSlash, dense_pattern
+from mtraining_flex.ring import ops
+from mtraining_flex.ring.backends import resolve_backend
+from mtraining_flex.ring.comm import Comm, comm_for
+
+
+def sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: VerticalSlash,
+    *,
+    granularity: int = 128,
+    layout: Layout | None = None,
+    mesh: DeviceMesh | Comm | None = None,
+    backend: str = "auto",
+    scale: float | None = None,
+    rotation: str = "ring",
+) -> Tensor:
+    """Causal attention over the pairs that a pattern keeps. Differentiable in q, k, v.
+
+    Args:
+        q: `[B, H, S, D]`; with a mesh, this rank's shard in the layout's order.
+        k: `[B, HK, S, D]`, HK divides H; v likewise.
+        pattern: of the global sequence, the same on every rank.
+        granularity: tokens per block.
+        layout: order of the shards; None is striped.
+        mesh: one-dimensional mesh of the ring; None is a sequence in one piece.
+        backend: "auto", "flex", "flash" or "eager".
+        scale: of the logits, default `D ** -0.5`.
+        rotation: "ring" or "allgather".
+
+    Returns:
+        `[B, H, S, D]`, in q's dtype. A row that keeps no key gives 0 and gradients 0.
+
+    Raises:
+        ValueError: shapes, a layout or a backend that do not fit.
+    """
+    _check_shapes(q, k, v, pattern)
+    Ring(rotation=rotation).validate()
+    comm = comm_of(mesh)
+    seq_len = q.shape[2] * comm.size
+    if layout is None:
+        layout = build_layout("striped", seq_len, comm.size, granularity)
+    check_layout(layout, seq_len, comm.size, granularity)
+    resolve_backend(backend, q.device.type, granularity, q.dtype, q.shape[-1])
+    out, _ = ops.ring_attention(
+        q,
+        k,
+        v,
+        *pattern.tensors(),
+        torch.tensor(-1),
+        comm.name,
+        layout.name,
+        granularity,
+        rotation,
+        backend,
+        q.shape[-1] ** -0.5 if scale is None else scale,
+    )
+    return out
+
+
+def comm_of(mesh: DeviceMesh | Comm | None) -> Comm:
+    """The ring of a one-dimensional mesh. Collective at first use.
+
+    Raises:
+        ValueError: a mesh of more dimensions.
+    """
+    if isinstance(mesh, DeviceMesh):
+        if mesh.ndim != 1:
+            raise ValueError(f"the ring's mesh must have 1 dimension, got {mesh.ndim}")
+        return comm_for(mesh.get_group() if mesh.size() > 1 else None)
+    return comm_for(mesh)
+
+
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor, pattern: VerticalSlash) -> None:
+    if q.ndim != 4 or k.shape != v.shape or k.ndim != 4:
+        raise ValueError(
+            f"q [B, H, S, D] and k, v [B, HK, S, D] expected, got {tuple(q.shape)}, "
+            f"{tuple(k.shape)}, {tuple(v.shape)}"
+        )
+    if (q.shape[0], *q.shape[2:]) != (k.shape[0], *k.shape[2:]):
+        raise ValueError(f"q {tuple(q.shape)} and k {tuple(k.shape)} do not match")
+    if q.shape[1] % k.shape[1]:
+        raise ValueError(
+            f"query heads ({q.shape[1]}) must be a multiple of kv heads ({k.shape[1]})"
+        )
+    for have, want, name in zip(pattern.slash.shape, q.shape[:2], "BH", strict=False):
+        if have not in (1, want):
+            raise ValueError(f"the pattern's {name} ({have}) must be 1 or {want}")
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What `SparseAttention.forward` needs, fixed before the first step."""
+
+    config: SparseConfig
+    ring: Ring
+    layout: Layout
+    comm: Comm
+
+
+class SparseAttention(nn.Module):
+    """Causal self-attention in which each head finds what it keeps, at every call.
+
+    Takes the place of a model's scaled-dot-product attention. It holds no parameter. A
+    `RingContextParallel` (or `configure`) must have told it the layout and the ring.
+    """
+
+    def __init__(self, layer_id: int = 0):
+        super().__init__()
+        # A tensor, not a number, and on the CPU even under a meta device: torch.compile
+        # would otherwise compile every layer of a model for itself.
+        self.layer = torch.tensor(layer_id, device="cpu")
+        self.plan: _Plan | None = None
+        self.budget: tuple[Tensor, ...] = ()
+
+    @property
+    def layer_id(self) -> int:
+        return int(self.layer)
+
+    def configure(
+        self,
+        config: SparseConfig,
+        ring: Ring,
+        layout: Layout,
+        mesh: DeviceMesh | Comm | None,
+        heads: int | None = None,
+    ) -> None:
+        """Fix the pattern policy, the layout and the ring. Collective over the mesh.
+
+        Args:
+            heads: query heads, if `config.budget_file` is set.
+
+        Raises:
+            ValueError: settings that do not fit together.
+        """
+        config.validate()
+        ring.validate()
+        comm = comm_of(mesh)
+        check_layout(layout, layout.seq_len, comm.size, config.granularity)
+        if config.budget_file and heads is None:
+            raise ValueError("sparse_attention.budget_file needs the number of heads")
+        budget = layer_budget(
+            config, heads or 1, layout.seq_len, self.layer_id if heads else None
+        )
+        self.plan = _Plan(config, ring, layout, comm)
+        self.widths = (budget.vertical.width, budget.slash.width)
+        self.budget = (
+            budget.vertical.threshold,
+            budget.vertical.cap,
+            budget.slash.threshold,
+            budget.slash.cap,
+        )
+
+    def find(self, q: Tensor, k: Tensor, scale: float) -> tuple[Tensor, ...]:
+        """The tensors of this call's pattern."""
+        plan = self.plan
+        assert plan is not None
+        if plan.config.pattern == "dense":
+            return dense_pattern(plan.layout.num_blocks, q.device).tensors()
+        return ops.search_pattern(
+            q.detach(),
+            k.detach(),
+            *self.budget,
+            self.layer,
+            plan.comm.name,
+            plan.layout.name,
+            plan.config.granularity,
+            *self.widths,
+            plan.config.sink,
+            plan.config.local_window,
+            plan.config.probe_rows,
+            scale,
+        )
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = True,
+    ) -> Tensor:
+        """`[B, H, S, D]` from q `[B, H, S, D]` and k, v `[B, HK, S, D]`, local shards.
+
+        Raises:
+            ValueError: not configured, or a length that is not the layout's.
+        """
+        plan = self.plan
+        if plan is None:
+            raise ValueError(
+                "SparseAttention has no layout yet: apply RingContextParallel, or call "
+                "configure()"
+            )
+        if q.shape[2] != plan.layout.local_len:
+            raise ValueError(
+                f"{q.shape[2]} local tokens do not fit the layout's "
+                f"{plan.layout.local_len} (seq_len {plan.layout.seq_len} on "
+                f"{plan.layout.cp_size} ranks)"
+            )
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        out, _ = ops.ring_attention(
+            q,
+            k,
+            v,
+            *self.find(q, k, scale),
+            self.layer,
+            plan.comm.name,
+            plan.layout.name,
+            plan.config.granularity,
+            plan.ring.rotation,
+            plan.config.backend,
+            scale,
+        )
+        return out

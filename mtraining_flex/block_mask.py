@@ -1,0 +1,357 @@
+"""A pattern and two shards to the block mask of one ring step, in closed form.
+
+Two kinds of step exist. A *slash step* meets this rank's queries with one rank's keys
+and computes the slashes between them. The *vertical step* meets them with the gathered
+columns and computes the verticals that no slash keeps. Each gets the four table pairs of
+FlexAttention's BlockMask (partial and full blocks, by query row and by key column) and a
+`mask_mod` that states the whole truth; the tables only index it, and a test holds the
+two equal.
+
+Slash step. For two segments of a layout (`layout`) with first blocks s_q and s_k, stride
+w and n blocks each, local blocks a and b are `(a - b) w + s_q - s_k` blocks apart. A
+slash d is thus the local diagonal `t = (d - (s_q - s_k)) / w` if that divides, and none
+otherwise. With T the ascending local diagonals of a head,
+
+    row a     keeps  a - t  for  a - n < t <= a     a window of T
+    column b  keeps  b + t  for  -b <= t < n - b    a window of T
+
+so a table is a shifted copy of T: no sort per row and no [N, N] map. In the striped
+layout t is never negative, and each window starts at 0. The diagonal block (d = 0) is
+the only partial one.
+
+Letters: N blocks per shard, NS columns of a slash table, J column blocks of the vertical
+step, NB global blocks, g granularity.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from mtraining_flex.layout import Layout, positions_on
+from mtraining_flex.pattern.types import SENTINEL, VerticalSlash
+
+
+@dataclass(frozen=True)
+class Tables:
+    """FlexAttention's block lists, int32; the pattern's B and H, which may be 1.
+
+    On torch 2.11 the kernels read full and partial lists with one stride: each pair has
+    equal column counts.
+    """
+
+    kv_num: Tensor  # [B, H, N] partial key blocks of a query block
+    kv_idx: Tensor  # [B, H, N, C]
+    full_kv_num: Tensor  # [B, H, N]
+    full_kv_idx: Tensor  # [B, H, N, C]
+    q_num: Tensor  # [B, H, M] partial query blocks of a key block
+    q_idx: Tensor  # [B, H, M, R]
+    full_q_num: Tensor  # [B, H, M]
+    full_q_idx: Tensor  # [B, H, M, R]
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return tuple(getattr(self, field.name) for field in fields(self))
+
+    def executed(self) -> Tensor:
+        """Blocks that this step computes, per head: int64 [B, H]."""
+        return (self.kv_num + self.full_kv_num).sum(-1)
+
+
+@dataclass(frozen=True)
+class StepMask:
+    """What one step computes: tables, and the tensors that its `mask_mod` reads."""
+
+    kind: str  # "slash" or "vertical"
+    tables: Tables
+    buffers: tuple[Tensor, ...]  # arguments of the kind's mask function
+    q_len: int
+    kv_len: int
+    granularity: int
+
+    @property
+    def mask_mod(self) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+        truth, buffers = MASKS[self.kind], self.buffers
+        return lambda b, h, q, kv: truth(b, h, q, kv, *buffers)
+
+    def block_mask(self) -> BlockMask:
+        """As a BlockMask, with the tables as they are."""
+        return build_block_mask(
+            self.tables, self.q_len, self.kv_len, self.granularity, self.mask_mod
+        )
+
+
+def build_block_mask(
+    tables: Tables,
+    q_len: int,
+    kv_len: int,
+    granularity: int,
+    mask_mod: Callable[..., Tensor],
+) -> BlockMask:
+    """A BlockMask from ready tables (`from_kv_blocks` would sort a dense map)."""
+    return BlockMask(
+        seq_lengths=(q_len, kv_len),
+        kv_num_blocks=tables.kv_num,
+        kv_indices=tables.kv_idx,
+        full_kv_num_blocks=tables.full_kv_num,
+        full_kv_indices=tables.full_kv_idx,
+        q_num_blocks=tables.q_num,
+        q_indices=tables.q_idx,
+        full_q_num_blocks=tables.full_q_num,
+        full_q_indices=tables.full_q_idx,
+        BLOCK_SIZE=(granularity, granularity),
+        mask_mod=mask_mod,
+    )
+
+
+def slash_mask(
+    b: Tensor,
+    h: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    q_pos: Tensor,  # int32 [S_q]
+    kv_pos: Tensor,  # int32 [S_kv]
+    q_row: Tensor,  # int32 [S_q], NB + block of the query
+    kv_row: Tensor,  # int32 [S_kv], block of the key
+    bitmap: Tensor,  # bool [B, H, 2 NB]
+) -> Tensor:
+    """Causal, and in a kept slash."""
+    return (kv_pos[kv] <= q_pos[q]) & bitmap[b, h, q_row[q] - kv_row[kv]]
+
+
+def vertical_mask(
+    b: Tensor,
+    h: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    q_pos: Tensor,  # int32 [S_q]
+    column_pos: Tensor,  # int32 [B, H, J g], SENTINEL behind the last column
+    q_row: Tensor,  # int32 [S_q], NB + block of the query
+    column_row: Tensor,  # int32 [B, H, J g], block of the column
+    bitmap: Tensor,  # bool [B, H, 2 NB]
+) -> Tensor:
+    """Causal, and in no kept slash: what a slash keeps is computed there."""
+    kept = bitmap[b, h, q_row[q] - column_row[b, h, kv]]
+    return (column_pos[b, h, kv] <= q_pos[q]) & ~kept
+
+
+MASKS: dict[str, Callable[..., Tensor]] = {
+    "slash": slash_mask,
+    "vertical": vertical_mask,
+}
+
+
+def slash_bitmap(pattern: VerticalSlash, num_blocks: int) -> Tensor:
+    """Which block offsets a head keeps: bool [B, H, 2 NB], offset d at index NB + d.
+
+    The first half stands for the future, offsets -NB to -1, and is False: a lookup needs
+    no clamp.
+    """
+    slash = pattern.slash.contiguous()
+    offsets = torch.arange(num_blocks, dtype=torch.int32, device=slash.device)
+    offsets = offsets.expand(*slash.shape[:2], num_blocks).contiguous()
+    place = torch.searchsorted(slash, offsets).clamp(max=slash.shape[-1] - 1)
+    kept = slash.gather(-1, place) == offsets  # [B, H, NB]
+    return torch.cat([torch.zeros_like(kept), kept], -1)
+
+
+def slash_step(
+    pattern: VerticalSlash,
+    bitmap: Tensor,
+    layout: Layout,
+    q_rank: int,
+    kv_rank: int,
+    heads: tuple[int, int],
+) -> StepMask:
+    """The slashes between the queries of one rank and the keys of another.
+
+    Args:
+        bitmap: `slash_bitmap` of the pattern.
+        heads: (B, H) of the queries.
+    """
+    n, width = layout.segment_len, _table_width(pattern, layout)
+    device = pattern.slash.device
+    q_segments, kv_segments = layout.segments(q_rank), layout.segments(kv_rank)
+    pairs = [
+        [_Diagonals(pattern.slash, s_q - s_k, layout.stride, n) for s_k in kv_segments]
+        for s_q in q_segments
+    ]
+    rows = [
+        _join(
+            [pair.rows(y * n, width) for y, pair in enumerate(pairs_of_q)],
+            width,
+        )
+        for pairs_of_q in pairs
+    ]
+    columns = [
+        _join(
+            [pairs[x][y].columns(x * n, width) for x in range(len(q_segments))], width
+        )
+        for y in range(len(kv_segments))
+    ]
+    full_kv_num, full_kv_idx = (torch.cat(t, 2) for t in zip(*rows, strict=True))
+    full_q_num, full_q_idx = (torch.cat(t, 2) for t in zip(*columns, strict=True))
+    diagonal = _diagonal_table(full_kv_idx.shape, device)
+    if q_rank == kv_rank:
+        # Only the diagonal block is partial, where offset 0 is kept.
+        num = (pattern.slash[..., :1] == 0).int().expand_as(full_kv_num).contiguous()
+    else:
+        num = torch.zeros_like(full_kv_num)
+    q_pos, q_row = _positions(layout, q_rank, device, shift=layout.num_blocks)
+    kv_pos, kv_row = _positions(layout, kv_rank, device, shift=0)
+    return StepMask(
+        "slash",
+        Tables(
+            num,
+            diagonal,
+            full_kv_num,
+            full_kv_idx,
+            num,
+            diagonal,
+            full_q_num,
+            full_q_idx,
+        ),
+        (q_pos, kv_pos, q_row, kv_row, bitmap.expand(*heads, -1)),
+        layout.local_len,
+        layout.local_len,
+        layout.granularity,
+    )
+
+
+def vertical_step(
+    pattern: VerticalSlash,
+    bitmap: Tensor,
+    layout: Layout,
+    q_rank: int,
+    heads: tuple[int, int],
+) -> StepMask:
+    """The verticals for the queries of one rank, against the gathered columns.
+
+    Columns are ascending, so a query block sees a prefix of column blocks and a column
+    block is seen by a suffix of query blocks. All blocks are partial: a column is dropped
+    wherever a slash keeps its block.
+    """
+    g, device = layout.granularity, pattern.vertical.device
+    column_pos = padded_columns(pattern, g)  # [B, H, J g]
+    batch, num_heads, padded = column_pos.shape
+    count, n = padded // g, layout.local_blocks
+    first = column_pos[..., ::g].contiguous()  # [B, H, J]
+    q_pos, q_row = _positions(layout, q_rank, device, shift=layout.num_blocks)
+    last_query = q_pos[g - 1 :: g].expand(batch, num_heads, n).contiguous()
+    kv_num = torch.searchsorted(first, last_query, right=True).int()  # [B, H, N]
+    start = torch.searchsorted(last_query, first).int()  # [B, H, J]
+    rows = torch.arange(n, dtype=torch.int32, device=device)
+    blocks = torch.arange(count, dtype=torch.int32, device=device)
+    kv_idx = blocks.expand(batch, num_heads, n, count).contiguous()
+    q_idx = (start[..., None] + rows).clamp(max=n - 1)  # [B, H, J, N]
+    tables = Tables(
+        kv_num,
+        kv_idx,
+        torch.zeros_like(kv_num),
+        kv_idx,
+        n - start,
+        q_idx,
+        torch.zeros_like(start),
+        q_idx,
+    )
+    # Past the last column any block will do: the position already says no.
+    column_row = torch.where(column_pos == SENTINEL, 0, column_pos // g)
+    buffers = (
+        q_pos,
+        column_pos.expand(*heads, -1),
+        q_row,
+        column_row.expand(*heads, -1),
+        bitmap.expand(*heads, -1),
+    )
+    return StepMask("vertical", tables, buffers, layout.local_len, padded, g)
+
+
+def padded_columns(pattern: VerticalSlash, granularity: int) -> Tensor:
+    """The verticals, padded to whole blocks: int32 [B, H, J g]."""
+    vertical = pattern.vertical
+    pad = -vertical.shape[-1] % granularity
+    return torch.nn.functional.pad(vertical, (0, pad), value=SENTINEL).contiguous()
+
+
+class _Diagonals:
+    """T of two segments: the local diagonals of each head's slashes, but offset 0."""
+
+    def __init__(self, slash: Tensor, base: int, stride: int, n: int):
+        difference = slash - base
+        t = torch.div(difference, stride, rounding_mode="floor")
+        valid = (slash > 0) & (slash < SENTINEL) & (difference % stride == 0)
+        valid &= (t > -n) & (t < n)
+        # Smallest diagonal that some slash d >= 1 can give here.
+        self.lowest = max(-((base - 1) // stride), 1 - n)
+        distinct = max(n - self.lowest, 1)
+        t = torch.where(valid, t, SENTINEL).sort(-1).values
+        self.t = t[..., : min(distinct, t.shape[-1])].contiguous()  # [B, H, C]
+        self.n = n
+        local = torch.arange(n, dtype=torch.int32, device=slash.device)
+        self.local = local.expand(*slash.shape[:2], n)  # [B, H, n]
+
+    def _count(self, bound: Tensor, right: bool) -> Tensor:
+        """How many diagonals lie below `bound` [B, H, n] (or at it, if `right`)."""
+        bound = bound.contiguous()
+        return torch.searchsorted(self.t, bound, right=right).int()
+
+    def _window(self, start: Tensor | None, width: int) -> Tensor:
+        """T from `start` on, `width` entries: [B, H, n or 1, width]."""
+        t = torch.nn.functional.pad(
+            self.t, (0, max(width - self.t.shape[-1], 0)), value=SENTINEL
+        )
+        if start is None:
+            return t[:, :, None, :width]
+        place = start[..., None] + torch.arange(width, device=t.device)
+        place = place.clamp(max=t.shape[-1] - 1)
+        return t[:, :, None].expand(-1, -1, self.n, -1).gather(-1, place.long())
+
+    def rows(self, first: int, width: int) -> tuple[Tensor, Tensor]:
+        """Key blocks (local, from `first` on) of each query block: counts, indices."""
+        low = None if self.lowest >= 0 else self._count(self.local - self.n, right=True)
+        high = self._count(self.local, right=True)
+        t = self._window(low, width)
+        index = first + (self.local[..., None] - t).clamp(0, self.n - 1)
+        return high if low is None else high - low, index
+
+    def columns(self, first: int, width: int) -> tuple[Tensor, Tensor]:
+        """Query blocks (local, from `first` on) of each key block: counts, indices."""
+        low = None if self.lowest >= 0 else self._count(-self.local, right=False)
+        high = self._count(self.n - self.local, right=False)
+        t = self._window(low, width)
+        index = first + (self.local[..., None] + t).clamp(0, self.n - 1)
+        return high if low is None else high - low, index
+
+
+def _join(parts: list[tuple[Tensor, Tensor]], width: int) -> tuple[Tensor, Tensor]:
+    """Concatenate lists whose valid entries are a prefix, row by row."""
+    num, index = parts[0]
+    for more_num, more_index in parts[1:]:
+        place = torch.arange(width, device=num.device)
+        later = (place - num[..., None]).clamp(min=0)
+        moved = more_index.gather(-1, later)
+        index = torch.where(place < num[..., None], index, moved)
+        num = num + more_num
+    return num, index.contiguous()
+
+
+def _table_width(pattern: VerticalSlash, layout: Layout) -> int:
+    return min(pattern.slash.shape[-1], layout.local_blocks)
+
+
+@lru_cache(maxsize=32)
+def _diagonal_table(shape: torch.Size, device: torch.device) -> Tensor:
+    """Row a names block a, in every column: int32, constant."""
+    rows = torch.arange(shape[2], dtype=torch.int32, device=device)
+    return rows[:, None].expand(shape).contiguous()
+
+
+@lru_cache(maxsize=256)
+def _positions(
+    layout: Layout, cp_rank: int, device: torch.device, shift: int
+) -> tuple[Tensor, Tensor]:
+    """Positions of a rank's tokens and `shift` + their blocks: int32 [S_local]."""
+    positions = positions_on(layout, cp_rank, device)
+    return positions, positions // layout.granularity + shift

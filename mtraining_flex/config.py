@@ -1,0 +1,274 @@
+"""The TOML sections of this recipe: `[sparse_attention]` and `[ring]`.
+
+torchtitan merges them into its own configuration through `job.custom_config_module`.
+Two kinds of mistake are told apart: what a dataclass can see alone is refused by its
+`validate`, what needs the whole run (lengths, degrees) by `validate_job`. Both raise
+`ValueError` with the setting and the numbers, before any process group exists.
+"""
+
+# No `from __future__ import annotations` here: torchtitan reads the field types.
+from dataclasses import dataclass, field
+from typing import Any
+
+from mtraining_flex.layout import LAYOUTS, Layout, build_layout
+
+PATTERNS = ("vertical_slash", "dense")
+BUDGETS = ("top_p", "top_k")
+BACKENDS = ("auto", "flex", "flash", "triton", "eager")
+ROTATIONS = ("ring", "allgather", "two_level")
+
+
+def _one_of(setting: str, value: str, names: tuple[str, ...]) -> None:
+    if value not in names:
+        raise ValueError(f"{setting} ('{value}') must be one of {list(names)}")
+
+
+def _at_least(setting: str, value: int, bound: int) -> None:
+    if value < bound:
+        raise ValueError(f"{setting} ({value}) must be at least {bound}")
+
+
+@dataclass
+class SparseAttention:
+    """What each head may keep, and what computes it."""
+
+    pattern: str = "vertical_slash"
+    """"vertical_slash" finds columns and diagonals at each step; "dense" keeps all."""
+
+    granularity: int = 128
+    """Block edge in tokens; 128 for the compiled backends."""
+
+    budget: str = "top_p"
+    """"top_p" keeps the smallest set that holds the mass; "top_k" keeps counts."""
+
+    vertical_p: float = 0.9
+    """top_p: share of the probe rows' mass that the verticals must hold."""
+
+    slash_p: float = 0.9
+    """top_p: share of the probe rows' mass that the slashes must hold."""
+
+    max_vertical: int = 1024
+    """Cap on verticals per head, in tokens; a shorter sequence uses less."""
+
+    max_slash: int = 256
+    """Cap on slashes per head, in blocks; a shorter sequence uses less."""
+
+    num_vertical: int = 512
+    """top_k: verticals per head, in tokens."""
+
+    num_slash: int = 64
+    """top_k: slashes per head, in blocks."""
+
+    sink: int = 0
+    """First tokens of the sequence, forced into the verticals."""
+
+    local_window: int = 1
+    """Nearest block offsets, forced into the slashes; 1 is the diagonal block alone."""
+
+    probe_rows: int = 64
+    """Query rows at the end of the sequence that score the keys."""
+
+    budget_file: str = ""
+    """JSON or TOML file with budgets for single layers and heads; "" for none."""
+
+    backend: str = "auto"
+    """"auto" by device, or "flex", "flash", "eager" ("triton" comes later)."""
+
+    def validate(self) -> None:
+        """Refuse what this section alone shows to be wrong.
+
+        Raises:
+            ValueError: names the setting and the value.
+        """
+        prefix = "sparse_attention"
+        _one_of(f"{prefix}.pattern", self.pattern, PATTERNS)
+        _one_of(f"{prefix}.budget", self.budget, BUDGETS)
+        _one_of(f"{prefix}.backend", self.backend, BACKENDS)
+        _at_least(f"{prefix}.granularity", self.granularity, 1)
+        _at_least(f"{prefix}.max_vertical", self.max_vertical, 0)
+        _at_least(f"{prefix}.max_slash", self.max_slash, 1)
+        _at_least(f"{prefix}.num_vertical", self.num_vertical, 0)
+        _at_least(f"{prefix}.num_slash", self.num_slash, 1)
+        _at_least(f"{prefix}.sink", self.sink, 0)
+        _at_least(f"{prefix}.local_window", self.local_window, 1)
+        _at_least(f"{prefix}.probe_rows", self.probe_rows, 1)
+        for name in ("vertical_p", "slash_p"):
+            p = getattr(self, name)
+            if not 0.0 < p <= 1.0:
+                raise ValueError(f"{prefix}.{name} ({p}) must be in (0, 1]")
+        for small, cap in (
+            ("sink", "max_vertical"),
+            ("local_window", "max_slash"),
+            *((("num_vertical", "max_vertical"),) if self.budget == "top_k" else ()),
+            *((("num_slash", "max_slash"),) if self.budget == "top_k" else ()),
+        ):
+            if getattr(self, small) > getattr(self, cap):
+                raise ValueError(
+                    f"{prefix}.{small} ({getattr(self, small)}) must not exceed "
+                    f"{prefix}.{cap} ({getattr(self, cap)})"
+                )
+        if self.backend in ("flex", "flash") and self.granularity != 128:
+            raise ValueError(
+                f"{prefix}.granularity ({self.granularity}) must be 128 with backend "
+                f"'{self.backend}': FlexAttention compiles only 128 x 128 blocks"
+            )
+        if self.backend == "triton":
+            raise ValueError(
+                f"{prefix}.backend ('triton') does not exist yet; use 'auto', 'flex', "
+                "'flash' or 'eager'"
+            )
+
+
+@dataclass
+class Ring:
+    """How the sequence is spread over the context-parallel ranks."""
+
+    layout: str = "striped"
+    """Which rank owns which block: "striped", "contiguous" or "zigzag"."""
+
+    rotation: str = "ring"
+    """How keys and values travel: "ring" or "allgather" ("two_level" comes later)."""
+
+    inner_degree: int = 0
+    """two_level only: ranks of an inner ring; 0 takes the ranks of a node."""
+
+    def validate(self) -> None:
+        """Refuse what this section alone shows to be wrong.
+
+        Raises:
+            ValueError: names the setting and the value.
+        """
+        _one_of("ring.layout", self.layout, LAYOUTS)
+        _one_of("ring.rotation", self.rotation, ROTATIONS)
+        if self.rotation == "two_level":
+            raise ValueError(
+                "ring.rotation ('two_level') does not exist yet; use 'ring' or "
+                "'allgather'"
+            )
+        if self.inner_degree != 0:
+            raise ValueError(
+                f"ring.inner_degree ({self.inner_degree}) is only for rotation "
+                f"'two_level', got rotation '{self.rotation}'"
+            )
+
+
+@dataclass
+class JobConfig:
+    """What `job.custom_config_module = "mtraining_flex.config"` adds to torchtitan."""
+
+    sparse_attention: SparseAttention = field(default_factory=SparseAttention)
+    ring: Ring = field(default_factory=Ring)
+
+
+def resolve_degrees(job_config: Any, world_size: int) -> None:
+    """Fill in `context_parallel_degree = -1`: every rank that nothing else uses.
+
+    Raises:
+        ValueError: the other degrees do not divide the world size.
+    """
+    p = job_config.parallelism
+    if p.context_parallel_degree != -1:
+        return
+    others = p.data_parallel_replicate_degree * max(p.data_parallel_shard_degree, 1)
+    others *= p.tensor_parallel_degree * p.pipeline_parallel_degree
+    if world_size % others:
+        raise ValueError(
+            f"parallelism.context_parallel_degree (-1) cannot be filled in: the world "
+            f"size ({world_size}) is not a multiple of the other degrees ({others})"
+        )
+    p.context_parallel_degree = world_size // others
+
+
+def validate_job(job_config: Any, world_size: int) -> Layout:
+    """Refuse a run that cannot be right, before anything is built.
+
+    Args:
+        job_config: torchtitan's configuration with this module's sections.
+        world_size: number of processes.
+
+    Returns:
+        The layout of the training sequence.
+
+    Raises:
+        ValueError: names the setting and the numbers.
+    """
+    for section in ("sparse_attention", "ring"):
+        if not hasattr(job_config, section):
+            raise ValueError(
+                f"the configuration has no [{section}] section: set "
+                'job.custom_config_module = "mtraining_flex.config"'
+            )
+    sparse, ring = job_config.sparse_attention, job_config.ring
+    sparse.validate()
+    ring.validate()
+    resolve_degrees(job_config, world_size)
+    p, training = job_config.parallelism, job_config.training
+    for name in (
+        "pipeline_parallel_degree",
+        "tensor_parallel_degree",
+        "expert_parallel_degree",
+    ):
+        if getattr(p, name) != 1:
+            raise ValueError(
+                f"parallelism.{name} ({getattr(p, name)}) is not supported by this "
+                "recipe and must be 1; use context and data parallelism"
+            )
+    replicate, cp = p.data_parallel_replicate_degree, p.context_parallel_degree
+    for name, degree in (
+        ("data_parallel_replicate_degree", replicate),
+        ("context_parallel_degree", cp),
+    ):
+        _at_least(f"parallelism.{name}", degree, 1)
+    shard = p.data_parallel_shard_degree
+    if shard == -1:
+        shard = max(world_size // (replicate * cp), 1)
+    if replicate * shard * cp != world_size:
+        raise ValueError(
+            f"parallelism: data_parallel_replicate_degree ({replicate}) * "
+            f"data_parallel_shard_degree ({shard}) * context_parallel_degree ({cp}) = "
+            f"{replicate * shard * cp} must equal the world size ({world_size})"
+        )
+    batch = training.local_batch_size * replicate * shard
+    if training.global_batch_size > 0 and training.global_batch_size % batch:
+        raise ValueError(
+            f"training.global_batch_size ({training.global_batch_size}) must be a "
+            f"multiple of local_batch_size * data-parallel degree ({batch})"
+        )
+    layout = job_layout(job_config, training.seq_len, "training.seq_len")
+    if job_config.validation.enable:
+        job_layout(job_config, job_config.validation.seq_len, "validation.seq_len")
+        _at_least("validation.steps", job_config.validation.steps, -1)
+    return layout
+
+
+def job_layout(job_config: Any, seq_len: int, setting: str) -> Layout:
+    """The layout of one sequence length in this run.
+
+    Raises:
+        ValueError: names `setting` and the numbers.
+    """
+    sparse = job_config.sparse_attention
+    try:
+        layout = build_layout(
+            job_config.ring.layout,
+            seq_len,
+            job_config.parallelism.context_parallel_degree,
+            sparse.granularity,
+        )
+    except ValueError as error:
+        raise ValueError(f"{setting}: {error}") from None
+    if sparse.pattern == "vertical_slash" and sparse.probe_rows > seq_len:
+        raise ValueError(
+            f"sparse_attention.probe_rows ({sparse.probe_rows}) must not exceed "
+            f"{setting} ({seq_len})"
+        )
+    for name, bound, unit in (
+        ("sink", seq_len, "tokens"),
+        ("local_window", layout.num_blocks, "blocks"),
+    ):
+        if getattr(sparse, name) > bound:
+            raise ValueError(
+                f"sparse_attention.{name} ({getattr(sparse, name)}) must not exceed the "
+                f"{unit} of {setting} ({bound})"
+            )
+    return layout

@@ -1,0 +1,143 @@
+"""What the attention did, counted on the device.
+
+Operators report here while the recorder is active, which the trainer makes it in steps
+that are logged; in all others nothing is computed. `summary` is the one place that
+waits for the device.
+
+    sparse/density          kept causal pairs / causal pairs, mean over heads
+    sparse/recall           share of the probe rows' attention that is kept
+    sparse/block_density    slash blocks really executed / causal blocks
+    sparse/vertical_count   verticals per head
+    sparse/slash_count      slashes per head
+    ring/worker_imbalance   max over ranks of a rank's blocks / mean
+    ring/step_imbalance     sum over steps of the slowest rank's blocks / sum of means
+
+Ring steps are the W hops and, last, the vertical step, all in executed 128 x 128 blocks
+(`granularity` squared). A step in which no rank works is no step.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from mtraining_flex.block_mask import Tables
+from mtraining_flex.layout import Layout
+from mtraining_flex.pattern.quality import density
+from mtraining_flex.pattern.types import VerticalSlash
+from mtraining_flex.ring.comm import Comm
+
+PATTERN_METRICS = (
+    "density",
+    "recall",
+    "block_density",
+    "vertical_count",
+    "slash_count",
+)
+
+
+class Recorder:
+    """Sums of one logged step, per layer, on the device."""
+
+    def __init__(self) -> None:
+        self.active = False
+        self._values: dict[tuple[int, str], list[Tensor]] = defaultdict(list)
+        self._causal_blocks = 1.0
+
+    @contextmanager
+    def recording(self, active: bool) -> Iterator[None]:
+        """Record, or do not, inside the block."""
+        before, self.active = self.active, active
+        try:
+            yield
+        finally:
+            self.active = before
+
+    def add(self, layer: int, name: str, value: Tensor) -> None:
+        if self.active:
+            self._values[layer, name].append(value)
+
+    def add_pattern(self, layer: int, pattern: VerticalSlash, layout: Layout) -> None:
+        """Counts and density of the pattern that a ring runs."""
+        if not self.active:
+            return
+        kept = density(pattern, layout.seq_len, layout.granularity)
+        self.add(layer, "density", kept.double().mean())
+        self.add(layer, "vertical_count", pattern.num_vertical.double().mean())
+        self.add(layer, "slash_count", pattern.num_slash.double().mean())
+
+    def new_counter(self, q: Tensor, cp_size: int) -> "StepCounter | None":
+        """A counter of one forward of the ring, or None."""
+        return StepCounter(q, cp_size) if self.active else None
+
+    def add_executed(
+        self, layer: int, counter: "StepCounter | None", layout: Layout
+    ) -> None:
+        """Blocks executed by this rank, per ring step."""
+        if counter is None:
+            return
+        n = layout.num_blocks
+        self._causal_blocks = counter.heads * n * (n + 1) / 2
+        self.add(layer, "executed", counter.blocks)
+
+    def clear(self) -> None:
+        self._values.clear()
+
+    def summary(self, comm: Comm) -> dict[str, float]:
+        """Metrics of the recorded step, and forget it. Waits; collective over comm.
+
+        Returns:
+            Means over layers by name, and `name/layer_i` of each layer.
+        """
+        layers = sorted({layer for layer, _ in self._values})
+        metrics: dict[str, list[float]] = defaultdict(list)
+        for layer in layers:
+            for name in PATTERN_METRICS:
+                values = self._values.get((layer, name))
+                if values:
+                    mean = torch.stack(values).double().mean().item()
+                    metrics[f"sparse/{name}"].append(mean)
+            executed = self._values.get((layer, "executed"))
+            if executed:
+                calls = torch.stack(executed).sum(0)
+                per_rank = comm.all_gather(calls).double().cpu()  # [W, W + 1]
+                worker, step = imbalance(per_rank)
+                metrics["ring/worker_imbalance"].append(worker)
+                metrics["ring/step_imbalance"].append(step)
+                blocks = per_rank[:, :-1].sum().item() / len(executed)
+                share = blocks / self._causal_blocks
+                metrics["sparse/block_density"].append(share)
+        self.clear()
+        result = {name: sum(v) / len(v) for name, v in metrics.items()}
+        for name, values in metrics.items():
+            result |= {f"{name}/layer_{i}": x for i, x in zip(layers, values)}
+        return result
+
+
+class StepCounter:
+    """Blocks that one rank executes in one forward, per ring step."""
+
+    def __init__(self, q: Tensor, cp_size: int):
+        self.heads = q.shape[0] * q.shape[1]
+        self.blocks = q.new_zeros(cp_size + 1, dtype=torch.int64)
+
+    def count(self, step: int, tables: Tables) -> None:
+        """Add the tables of a step; -1 is the vertical step."""
+        per_head = tables.executed()  # a pattern with one head stands for all
+        self.blocks[step] += per_head.sum() * (self.heads // per_head.numel())
+
+
+def imbalance(work: Tensor) -> tuple[float, float]:
+    """Worker and step imbalance of `work` `[ranks, steps]` (spec section 1.2)."""
+    mean = work.sum() / work.shape[0]
+    if mean == 0:
+        return 1.0, 1.0
+    return (
+        (work.sum(1).max() / mean).item(),
+        (work.max(0).values.sum() / mean).item(),
+    )
+
+
+recorder = Recorder()

@@ -1,0 +1,79 @@
+"""Let torchtitan be imported and run where there is no accelerator.
+
+torchtitan 0.2.2 takes its device type and module once, at import, and knows no CPU.
+`install()` must therefore run before torchtitan is first imported: `recipes.train`, the
+test configuration and every entry point of the package begin with it. On a machine with
+a GPU it changes nothing.
+"""
+
+import os
+import sys
+from types import ModuleType
+
+import torch
+
+
+class _CpuProperties:
+    """The one device property that torchtitan reads."""
+
+    def __init__(self) -> None:
+        self.total_memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _cpu_module() -> ModuleType:
+    """A module with what torchtitan asks of `torch.cuda`, for the CPU."""
+    module = ModuleType("mtraining_flex.cpu")
+    module.__dict__.update(
+        {name: getattr(torch.cpu, name) for name in dir(torch.cpu) if name[0] != "_"}
+    )
+    module.__dict__.update(
+        set_device=lambda device: None,
+        current_device=lambda: 0,
+        device_count=lambda: 1,
+        get_device_name=lambda device=None: "CPU",
+        get_device_properties=lambda device=None: _CpuProperties(),
+        memory_stats=lambda device=None: _process_memory(),
+        reset_peak_memory_stats=lambda device=None: None,
+        empty_cache=lambda: None,
+        synchronize=lambda device=None: None,
+    )
+    return module
+
+
+def _process_memory() -> dict[str, int]:
+    """Peak memory of this process, under the keys of the CUDA allocator."""
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # KiB on Linux
+    return {
+        "active_bytes.all.peak": peak,
+        "reserved_bytes.all.peak": peak,
+        "num_alloc_retries": 0,
+        "num_ooms": 0,
+    }
+
+
+def install() -> None:
+    """Name the CPU as the device if there is no accelerator. Safe to call twice.
+
+    Raises:
+        RuntimeError: torchtitan was imported before, and took another device.
+    """
+    if torch.accelerator.is_available():
+        return
+    utils = sys.modules.get("torchtitan.tools.utils")
+    if utils is not None:
+        if utils.device_type != "cpu":
+            raise RuntimeError(
+                "torchtitan was imported before mtraining_flex.cpu_device.install(); "
+                f"it took device type '{utils.device_type}' on a machine without one"
+            )
+        return
+    module = _cpu_module()
+    get_device_module = torch._utils._get_device_module
+    # Two attributes of torch, not of torchtitan: nothing in site-packages is edited, and
+    # each keeps its meaning for every other device.
+    torch._utils._get_available_device_type = lambda: "cpu"
+    torch._utils._get_device_module = lambda device_type: (
+        module if device_type == "cpu" else get_device_module(device_type)
+    )

@@ -1,0 +1,159 @@
+"""How much each head may keep: thresholds and caps, as tensors on the device.
+
+Both kinds of budget are one rule. Entries are taken in rank order until their mass
+reaches `threshold`, and never more than `cap`; `top_k` is a threshold that no mass
+reaches with the count as cap. Mass is counted in integers (units of 2^-40 of a probe
+row), so that sums are exact and the same on every rank, in any order.
+"""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mtraining_flex.config import SparseAttention
+
+try:
+    import tomllib
+except ModuleNotFoundError:  # Python 3.10
+    import tomli as tomllib
+
+MASS_UNIT = 2**40  # integer units of one probe row's whole attention
+_NEVER = 2**62  # a mass that is never reached
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The budget of one kind of entry, for all heads of a layer."""
+
+    threshold: Tensor  # int64 [H], mass in units of MASS_UNIT
+    cap: Tensor  # int64 [H], entries
+    width: int  # static size of the lists, at least the largest cap
+
+    def to(self, device: torch.device) -> "Budget":
+        return Budget(self.threshold.to(device), self.cap.to(device), self.width)
+
+
+@dataclass(frozen=True)
+class LayerBudget:
+    """Budgets of one layer."""
+
+    vertical: Budget  # in tokens
+    slash: Budget  # in blocks
+
+    def to(self, device: torch.device) -> "LayerBudget":
+        return LayerBudget(self.vertical.to(device), self.slash.to(device))
+
+
+def layer_budget(
+    config: SparseAttention,
+    heads: int,
+    seq_len: int,
+    layer: int | None = None,
+) -> LayerBudget:
+    """The budgets of one layer's heads on a sequence of `seq_len` tokens.
+
+    Args:
+        config: the `[sparse_attention]` section.
+        heads: query heads, H.
+        seq_len: global tokens; bounds the static sizes.
+        layer: index into `budget_file`; None takes the section's own values.
+
+    Raises:
+        ValueError: the file lacks the layer, or asks for more than the caps.
+    """
+    vertical = [(config.vertical_p, config.max_vertical)] * heads
+    slash = [(config.slash_p, config.max_slash)] * heads
+    if config.budget == "top_k":
+        vertical = [(1.0, config.num_vertical)] * heads
+        slash = [(1.0, config.num_slash)] * heads
+    if config.budget_file and layer is not None:
+        for head, entry in _file_layer(config.budget_file, layer, heads).items():
+            vertical[head], slash[head] = _parse_entry(entry, config)
+    blocks = seq_len // config.granularity
+    return LayerBudget(
+        _budget(vertical, min(config.max_vertical, seq_len), config.probe_rows),
+        _budget(slash, min(config.max_slash, blocks), config.probe_rows),
+    )
+
+
+def _budget(limits: list[tuple[float, int]], width: int, probe_rows: int) -> Budget:
+    # p = 1 keeps everything up to the cap: rounding must not decide what "all" is.
+    thresholds = [
+        _NEVER if p >= 1.0 else math.ceil(p * probe_rows * MASS_UNIT) for p, _ in limits
+    ]
+    caps = [min(cap, width) for _, cap in limits]
+    return Budget(torch.tensor(thresholds), torch.tensor(caps), width)
+
+
+def read_budget_file(path: str) -> list[dict[str, Any]]:
+    """The layers of a pattern file: a list, or a TOML table with the list `layers`.
+
+    Each layer maps a head to `["vertical_and_slash", v, s, score]` (counts) or
+    `["flex_vertical_and_slash", [p_v, cap_v], [p_s, cap_s], score]` (mass and caps), the
+    published format. Its slashes are token diagonals; `s` of them count as
+    `ceil(s / granularity)` blocks here.
+
+    Raises:
+        ValueError: the file cannot be read as such.
+    """
+    text = Path(path)
+    if not text.is_file():
+        raise ValueError(f"sparse_attention.budget_file ('{path}') does not exist")
+    if text.suffix == ".toml":
+        content = tomllib.loads(text.read_text())
+    else:
+        content = json.loads(text.read_text())
+    layers = content.get("layers") if isinstance(content, dict) else content
+    if not isinstance(layers, list) or not all(isinstance(x, dict) for x in layers):
+        raise ValueError(
+            f"sparse_attention.budget_file ('{path}') must hold a list of layers, each "
+            "a table from head to budget"
+        )
+    return layers
+
+
+def _file_layer(path: str, layer: int, heads: int) -> dict[int, Any]:
+    layers = read_budget_file(path)
+    if layer >= len(layers):
+        raise ValueError(
+            f"sparse_attention.budget_file ('{path}') has {len(layers)} layers, the "
+            f"model asks for layer {layer}"
+        )
+    entries = {int(head): entry for head, entry in layers[layer].items()}
+    if entries and max(entries) >= heads:
+        raise ValueError(
+            f"sparse_attention.budget_file ('{path}') names head {max(entries)} in "
+            f"layer {layer}, the model has {heads} heads"
+        )
+    return entries
+
+
+def _parse_entry(
+    entry: Any, config: SparseAttention
+) -> tuple[tuple[float, int], tuple[float, int]]:
+    kind, vertical, slash = entry[0], entry[1], entry[2]
+    if kind == "vertical_and_slash":
+        vertical, slash = [1.0, vertical], [1.0, slash]
+    elif kind != "flex_vertical_and_slash":
+        raise ValueError(f"sparse_attention.budget_file: unknown pattern '{kind}'")
+    blocks = math.ceil(slash[1] / config.granularity)
+    for name, asked, cap in (
+        ("max_vertical", vertical[1], config.max_vertical),
+        ("max_slash", blocks, config.max_slash),
+    ):
+        if asked > cap:
+            raise ValueError(
+                f"sparse_attention.{name} ({cap}) is below what "
+                f"sparse_attention.budget_file asks for ({asked})"
+            )
+    for p in (vertical[0], slash[0]):
+        if not 0.0 < p <= 1.0:
+            raise ValueError(
+                f"sparse_attention.budget_file: a share ({p}) must be in (0, 1]"
+            )
+    return (vertical[0], vertical[1]), (slash[0], max(blocks, 1))

@@ -1,0 +1,120 @@
+"""Find the pattern of one layer: score, rank, cut.
+
+`find_pattern` is the whole search; `search` is what the operator calls with its budgets
+ready. No gradient, no host synchronisation, static shapes.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from mtraining_flex.config import SparseAttention
+from mtraining_flex.layout import Layout, build_layout, positions_on
+from mtraining_flex.pattern.budget import LayerBudget, layer_budget
+from mtraining_flex.pattern.scores import Scores, score_keys
+from mtraining_flex.pattern.select import best, rank_keys, take
+from mtraining_flex.pattern.types import VerticalSlash, dense_pattern
+from mtraining_flex.ring.comm import Comm, comm_for
+
+
+@dataclass(frozen=True)
+class SearchOptions:
+    """The numbers of a search that are not budgets."""
+
+    probe_rows: int
+    sink: int
+    local_window: int
+    scale: float
+
+
+@torch.no_grad()
+def find_pattern(
+    q: Tensor,
+    k: Tensor,
+    config: SparseAttention,
+    *,
+    layout: Layout | None = None,
+    group: ProcessGroup | Comm | None = None,
+    layer: int | None = None,
+    scale: float | None = None,
+) -> VerticalSlash:
+    """What each head should keep of this sequence.
+
+    Args:
+        q: `[B, H, S, D]`, after RoPE; this rank's shard when a group is given.
+        k: `[B, HK, S, D]`.
+        config: the `[sparse_attention]` section.
+        layout: order of the shards; None is striped.
+        group: the ring's process group; None is a sequence in one piece. Collective.
+        layer: index into `config.budget_file`.
+        scale: of the logits, default `D ** -0.5`.
+
+    Returns:
+        The same pattern, bit for bit, on every rank, for any number of ranks and any
+        layout (design section 2).
+
+    Raises:
+        ValueError: a setting that cannot be, or a layout that does not fit.
+    """
+    config.validate()
+    comm = comm_for(group)
+    seq_len = q.shape[2] * comm.size
+    if layout is None:
+        layout = build_layout("striped", seq_len, comm.size, config.granularity)
+    check_layout(layout, seq_len, comm.size, config.granularity)
+    if config.pattern == "dense":
+        return dense_pattern(layout.num_blocks, q.device)
+    if config.probe_rows > seq_len:
+        raise ValueError(
+            f"sparse_attention.probe_rows ({config.probe_rows}) must not exceed the "
+            f"sequence length ({seq_len})"
+        )
+    budget = layer_budget(config, q.shape[1], seq_len, layer).to(q.device)
+    options = SearchOptions(
+        config.probe_rows,
+        config.sink,
+        config.local_window,
+        q.shape[-1] ** -0.5 if scale is None else scale,
+    )
+    pattern, _ = search(q, k, budget, options, layout, comm)
+    return pattern
+
+
+def check_layout(layout: Layout, seq_len: int, cp_size: int, granularity: int) -> None:
+    """Refuse a layout that was built for something else.
+
+    Raises:
+        ValueError: with both numbers.
+    """
+    for name, have, want in (
+        ("seq_len", layout.seq_len, seq_len),
+        ("cp_size", layout.cp_size, cp_size),
+        ("granularity", layout.granularity, granularity),
+    ):
+        if have != want:
+            raise ValueError(
+                f"the layout's {name} ({have}) is not this call's ({want})"
+            )
+
+
+def search(
+    q: Tensor,
+    k: Tensor,
+    budget: LayerBudget,
+    options: SearchOptions,
+    layout: Layout,
+    comm: Comm,
+) -> tuple[VerticalSlash, Scores]:
+    """The search itself; also returns the scores, from which recall is read."""
+    scores = score_keys(q, k, layout, comm, options.probe_rows, options.scale)
+    positions = positions_on(layout, comm.rank, q.device)
+    candidates = rank_keys(scores.vertical.sum(2), positions, options.sink)
+    columns = best(candidates, budget.vertical.width, comm)
+    vertical, num_vertical = take(columns, budget.vertical, options.sink)
+    offsets = torch.arange(layout.num_blocks, device=q.device)
+    candidates = rank_keys(scores.slash, offsets, options.local_window)
+    diagonals = best(candidates, budget.slash.width)
+    slash, num_slash = take(diagonals, budget.slash, options.local_window)
+    return VerticalSlash(slash, num_slash, vertical, num_vertical), scores

@@ -1,0 +1,60 @@
+"""Turn scores into a pattern: the second half of the search.
+
+Entries are ranked by one integer key each: forced first, then the higher score, then
+the lower index. A key names its entry, so no two are equal, `topk` has no ties to break
+and every rank picks the same set. Each rank sends its best NV candidates to all others;
+the best of all are among them.
+
+Key bits: 62 forced, 61..31 the bits of the score (ordered like the score, as it is not
+negative), 30..0 the index, inverted.
+"""
+
+import torch
+from torch import Tensor
+
+from mtraining_flex.pattern.budget import MASS_UNIT, Budget
+from mtraining_flex.pattern.types import SENTINEL
+from mtraining_flex.ring.comm import Comm
+
+_FORCED = 1 << 62
+_INDEX = (1 << 31) - 1
+
+
+def rank_keys(scores: Tensor, index: Tensor, num_forced: int) -> Tensor:
+    """int64 keys of entries with fp32 `scores` `[..., n]` and indices `[n]`.
+
+    Indices below `num_forced` rank first. NaN scores are refused later, on the host,
+    by the loss: here they would rank as very large.
+    """
+    bits = scores.contiguous().view(torch.int32).long()
+    keys = (bits << 31) | (_INDEX - index.long())
+    return torch.where(index < num_forced, keys | _FORCED, keys)
+
+
+def best(keys: Tensor, width: int, comm: Comm | None = None) -> Tensor:
+    """The `width` largest keys over all ranks, descending: [B, H, width]."""
+    keys = keys.topk(min(width, keys.shape[-1]), sorted=True).values
+    if comm is not None and comm.size > 1:
+        keys = comm.all_gather(keys).movedim(0, -2).flatten(-2)
+        keys = keys.topk(width, sorted=True).values
+    assert keys.shape[-1] == width, "fewer entries than the static width"
+    return keys
+
+
+def take(keys: Tensor, budget: Budget, num_forced: int) -> tuple[Tensor, Tensor]:
+    """Cut ranked keys at the budget.
+
+    Returns:
+        The indices, int32 `[B, H, width]`, ascending and padded with SENTINEL, and
+        their number, int32 `[B, H]`.
+    """
+    bits = (keys >> 31) & _INDEX
+    mass = (bits.int().view(torch.float32).double() * MASS_UNIT).round().long()
+    reached = mass.cumsum(-1)  # exact: integers
+    # All entries before the one that reaches the threshold, and that one.
+    count = (reached < budget.threshold[:, None]).sum(-1) + 1  # [B, H]
+    count = torch.minimum(count.clamp(min=num_forced), budget.cap)
+    index = (_INDEX - (keys & _INDEX)).int()
+    rank = torch.arange(keys.shape[-1], device=keys.device)
+    index = torch.where(rank < count[..., None], index, SENTINEL)
+    return index.sort(-1).values, count.int()

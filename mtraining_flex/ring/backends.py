@@ -1,0 +1,83 @@
+"""Which backend computes the steps here, and why.
+
+An explicit backend that cannot run is an error; only "auto" chooses, and the choice is
+logged once by `parallelize`. Nothing falls back.
+"""
+
+import importlib.util
+from functools import lru_cache
+
+import torch
+
+from mtraining_flex.config import BACKENDS
+
+
+@lru_cache(maxsize=64)
+def resolve_backend(
+    backend: str, device_type: str, granularity: int, dtype: torch.dtype, head_dim: int
+) -> tuple[str, str]:
+    """The backend that will run, and why.
+
+    Raises:
+        ValueError: an explicit backend that this machine or this call cannot run.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(
+            f"sparse_attention.backend ('{backend}') must be one of {list(BACKENDS)}"
+        )
+    obstacles = {
+        name: _obstacle(name, device_type, granularity, dtype, head_dim)
+        for name in ("flash", "flex", "triton", "eager")
+    }
+    if backend != "auto":
+        if obstacles[backend]:
+            raise ValueError(
+                f"sparse_attention.backend ('{backend}') cannot run here: "
+                f"{obstacles[backend]}"
+            )
+        return backend, "asked for"
+    if device_type == "cpu":
+        return "eager", "the CPU has no compiled backward"
+    for name in ("flash", "flex"):
+        if not obstacles[name]:
+            passed = "" if name == "flash" else f" (flash: {obstacles['flash']})"
+            return name, f"fastest that runs here{passed}"
+    # Never dense math on a GPU unasked.
+    raise ValueError(
+        f"sparse_attention.backend ('auto') finds nothing to run: "
+        f"flash: {obstacles['flash']}; flex: {obstacles['flex']}; set 'eager' to run "
+        "dense math"
+    )
+
+
+def _has_flash() -> bool:
+    try:
+        return importlib.util.find_spec("flash_attn.cute") is not None
+    except ImportError:  # the parent package is missing
+        return False
+
+
+def _obstacle(
+    name: str, device_type: str, granularity: int, dtype: torch.dtype, head_dim: int
+) -> str:
+    """Why a backend cannot run; "" if it can."""
+    if name == "eager":
+        return ""
+    if name == "triton":
+        return "it does not exist yet"
+    if device_type != "cuda":
+        return f"it needs a CUDA device, got '{device_type}'"
+    if granularity != 128:
+        return f"sparse_attention.granularity ({granularity}) must be 128"
+    if dtype == torch.float64:
+        return "it computes no float64"
+    if name == "flash":
+        if not _has_flash():
+            return "the package flash-attn-4 is not installed (extra 'flash')"
+        if torch.cuda.get_device_capability()[0] != 9:
+            return f"device capability {torch.cuda.get_device_capability()} is not 9.x"
+        if dtype not in (torch.bfloat16, torch.float16):
+            return f"it computes bfloat16 and float16, got {dtype}"
+        if head_dim not in (64, 96, 128):
+            return f"head_dim ({head_dim}) must be 64, 96 or 128"
+    return ""

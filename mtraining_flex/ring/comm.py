@@ -1,0 +1,166 @@
+"""How the ranks of one ring talk: a few collectives, and one hop to the next rank.
+
+`Comm` is what the search and the ring ask for. `LocalComm` is a ring of one rank,
+`GroupComm` a process group; `ring.simulate` has one that runs all ranks as threads of a
+single process. Custom operators take strings, not groups: `register` gives a `Comm` a
+name and `resolve` finds it again.
+
+Hops of different direction (keys and values forward, their gradients home) travel on
+process groups of their own, so that none queues behind another. Every rank posts the
+same transfers in the same order. Peers are global ranks, as `torch.distributed` wants.
+"""
+
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+# Kinds of hop, each on its own process group.
+DIRECTIONS = ("kv", "dkv")
+
+_COMMS: dict[str, "Comm"] = {}
+
+
+class Transfer(Protocol):
+    """A hop under way."""
+
+    def wait(self) -> Tensor:
+        """The tensor that the previous rank sent."""
+        ...
+
+
+class Comm(Protocol):
+    """One rank's end of a ring of `size` ranks."""
+
+    name: str
+    rank: int
+    size: int
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Sum over ranks; may reuse the memory of x."""
+        ...
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Stack over ranks: `[W, *x.shape]`."""
+        ...
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """Sum `[W, ...]` over ranks and keep row `rank`: `[...]`."""
+        ...
+
+    def hop(self, direction: str, x: Tensor) -> Transfer:
+        """Send x to the next rank and receive the same shape from the previous one."""
+        ...
+
+
+class LocalComm:
+    """A ring of one rank. Nothing moves."""
+
+    name = "local"
+    rank = 0
+    size = 1
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return x[None]
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        return x[0]
+
+    def hop(self, direction: str, x: Tensor) -> Transfer:
+        raise AssertionError("a ring of one rank has no hop")
+
+
+class _GroupTransfer:
+    def __init__(self, works: list[dist.Work], sent: Tensor, received: Tensor):
+        self.works = works
+        self.sent = sent  # kept alive until the transfer is done
+        self.received = received
+
+    def wait(self) -> Tensor:
+        for work in self.works:
+            work.wait()
+        return self.received
+
+
+class GroupComm:
+    """A ring over a process group, in the order of its group ranks.
+
+    Building one is collective over the group: it makes a process group per direction.
+    """
+
+    def __init__(self, group: ProcessGroup):
+        self.group = group
+        self.name = f"group:{group.group_name}"
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        ranks = dist.get_process_group_ranks(group)
+        self.next = ranks[(self.rank + 1) % self.size]
+        self.prev = ranks[(self.rank - 1) % self.size]
+        self.hops = {
+            direction: dist.new_group(
+                ranks, use_local_synchronization=True, group_desc=f"ring_{direction}"
+            )
+            for direction in DIRECTIONS
+        }
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        dist.all_reduce(x, group=self.group)
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        out = x.new_empty(self.size, *x.shape)
+        dist.all_gather_into_tensor(out, x.contiguous(), group=self.group)
+        return out
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        out = x.new_empty(x.shape[1:])
+        dist.reduce_scatter_tensor(out, x.contiguous(), group=self.group)
+        return out
+
+    def hop(self, direction: str, x: Tensor) -> Transfer:
+        group, x = self.hops[direction], x.contiguous()
+        received = torch.empty_like(x)
+        # One batch: in a ring of two, next and prev are the same rank, and a send that
+        # waits for its receive would never end.
+        works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, x, self.next, group),
+                dist.P2POp(dist.irecv, received, self.prev, group),
+            ]
+        )
+        return _GroupTransfer(works, x, received)
+
+
+def register(comm: Comm) -> str:
+    """Make a `Comm` known to the custom operators; returns its name."""
+    _COMMS[comm.name] = comm
+    return comm.name
+
+
+def resolve(name: str) -> Comm:
+    """The `Comm` of that name."""
+    return _COMMS[name]
+
+
+def comm_for(group: "ProcessGroup | Comm | None") -> Comm:
+    """The `Comm` of a process group; None is a ring of one. Collective at first use."""
+    if group is None:
+        return _COMMS["local"]
+    if not isinstance(group, ProcessGroup):
+        register(group)
+        return group
+    comm = _COMMS.get(f"group:{group.group_name}")
+    # A group of an earlier `init_process_group` may have had the same name.
+    if not isinstance(comm, GroupComm) or comm.group is not group:
+        comm = GroupComm(group)
+        register(comm)
+    return comm
+
+
+register(LocalComm())

@@ -1,0 +1,242 @@
+"""The ring: one loop for the forward and one for the backward.
+
+    forward                                  backward
+    gather the kept columns                  gather the kept columns
+    for each source rank:                    for each source rank:
+        post the next keys and values            post the next keys and values
+        compute the slashes, merge               compute dq, and dk, dv of the source
+    compute the verticals, merge                 add dk, dv to what came along, send on
+                                             compute the verticals' dq, dk, dv;
+                                             their owners add them
+
+Transfers are posted before the compute they hide behind and awaited after it. Every rank
+posts the same transfers in the same order, also in a step in which it has nothing to
+compute. out and lse accumulate in fp32, and so do dq, dk and dv: the backward of a step
+uses the global out and lse, and recomputes nothing.
+
+`rotation = "allgather"` runs the same steps over keys that are all here at once.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mtraining_flex.block_mask import (
+    StepMask,
+    padded_columns,
+    slash_bitmap,
+    slash_step,
+    vertical_step,
+)
+from mtraining_flex.counters import recorder
+from mtraining_flex.layout import Layout
+from mtraining_flex.pattern.types import SENTINEL, VerticalSlash
+from mtraining_flex.ring.comm import Comm
+from mtraining_flex.ring.merge import merge, start
+from mtraining_flex.ring.schedule import ring_sources
+from mtraining_flex.ring.step import Step, compute_dtype
+
+
+@dataclass(frozen=True)
+class Ring:
+    """What the loops need besides tensors."""
+
+    layout: Layout
+    comm: Comm
+    rotation: str
+    step: Step
+    scale: float
+
+
+def forward(
+    ring: Ring, q: Tensor, k: Tensor, v: Tensor, pattern: VerticalSlash, layer: int
+) -> tuple[Tensor, Tensor]:
+    """Sparse attention of this rank's queries over all ranks' keys.
+
+    Args:
+        q: `[B, H, S_local, D]` in the layout's order.
+        k: `[B, HK, S_local, D]`; v likewise.
+        layer: under which the executed blocks are counted.
+
+    Returns:
+        out `[B, H, S_local, D]` and natural lse `[B, H, S_local]`, both fp32 (fp64).
+    """
+    masks = _Masks(ring, q, pattern)
+    columns = _gather_columns(ring, torch.stack([k, v]), q.shape[1], pattern)
+    recorder.add_pattern(layer, pattern, ring.layout)
+    counter = recorder.new_counter(q, ring.comm.size)
+    out, lse = None, None
+    for number, source, kv in _rotate(ring, torch.stack([k, v])):
+        if ring.layout.is_causally_empty(ring.comm.rank, source):
+            continue
+        mask = masks.slash(source)
+        if counter is not None:
+            counter.count(number, mask.tables)
+        part = ring.step.forward(q, kv[0], kv[1], mask, ring.scale)
+        out, lse = _fold(out, lse, *part)
+    if columns is not None:
+        mask = masks.vertical()
+        if counter is not None:
+            counter.count(-1, mask.tables)
+        part = ring.step.forward(q, columns[0], columns[1], mask, ring.scale)
+        out, lse = _fold(out, lse, *part)
+    assert out is not None and lse is not None, "own keys are never causally empty"
+    recorder.add_executed(layer, counter, ring.layout)
+    return out, lse
+
+
+def backward(
+    ring: Ring,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    pattern: VerticalSlash,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv of `forward`, in fp32 (fp64), from its out and lse."""
+    masks = _Masks(ring, q, pattern)
+    kv = torch.stack([k, v])
+    columns = _gather_columns(ring, kv, q.shape[1], pattern)
+    dq = torch.zeros(q.shape, dtype=compute_dtype(q.dtype), device=q.device)
+    home = _Homebound(ring, kv.to(dq.dtype, copy=False))
+    for _, source, (k, v) in _rotate(ring, kv):
+        dkv = None
+        if not ring.layout.is_causally_empty(ring.comm.rank, source):
+            dq_step, *dkv = ring.step.backward(
+                dout, q, k, v, out, lse, masks.slash(source), ring.scale
+            )
+            dq += dq_step
+        home.add(source, dkv)
+    dkv_own = home.arrive()
+    if columns is not None:
+        dq_step, dk_columns, dv_columns = ring.step.backward(
+            dout, q, columns[0], columns[1], out, lse, masks.vertical(), ring.scale
+        )
+        dq += dq_step
+        grads = torch.stack([dk_columns, dv_columns]).to(dq.dtype)
+        _scatter_columns(ring, dkv_own, ring.comm.all_reduce(grads), pattern)
+    return dq, dkv_own[0], dkv_own[1]
+
+
+class _Masks:
+    """The step masks of one call; the bitmap is shared."""
+
+    def __init__(self, ring: Ring, q: Tensor, pattern: VerticalSlash):
+        self.ring, self.pattern = ring, pattern
+        self.heads = (q.shape[0], q.shape[1])
+        self.bitmap = slash_bitmap(pattern, ring.layout.num_blocks)
+
+    def slash(self, source: int) -> StepMask:
+        layout, rank = self.ring.layout, self.ring.comm.rank
+        return slash_step(self.pattern, self.bitmap, layout, rank, source, self.heads)
+
+    def vertical(self) -> StepMask:
+        layout, rank = self.ring.layout, self.ring.comm.rank
+        return vertical_step(self.pattern, self.bitmap, layout, rank, self.heads)
+
+
+def _fold(
+    out: Tensor | None, lse: Tensor | None, step_out: Tensor, step_lse: Tensor
+) -> tuple[Tensor, Tensor]:
+    if out is None or lse is None:
+        return start(step_out, step_lse)
+    return merge(out, lse, step_out, step_lse)
+
+
+def _rotate(ring: Ring, kv: Tensor) -> Iterator[tuple[int, int, Tensor]]:
+    """Step number, source rank and its keys and values `[2, B, HK, S, D]`."""
+    sources = ring_sources(ring.comm.rank, ring.comm.size)
+    everyone = ring.comm.all_gather(kv) if ring.rotation == "allgather" else None
+    for number, source in enumerate(sources):
+        if everyone is not None:
+            yield number, source, everyone[source]
+            continue
+        last = number == len(sources) - 1
+        transfer = None if last else ring.comm.hop("kv", kv)
+        yield number, source, kv
+        if transfer is not None:
+            kv = transfer.wait()
+
+
+class _Homebound:
+    """dk and dv on their way to the rank that owns the keys.
+
+    In a ring the sum travels one step behind the keys: it arrives with what the previous
+    ranks have added, takes this rank's part and goes on, and after W hops it is home.
+    """
+
+    def __init__(self, ring: Ring, like: Tensor):
+        self.ring = ring
+        self.transfer = None
+        self.sum = torch.zeros_like(like)
+        if ring.rotation == "allgather":
+            self.sum = like.new_zeros(ring.comm.size, *like.shape)
+
+    def add(self, source: int, dkv: list[Tensor] | None) -> None:
+        """Add this rank's part for the keys of `source`, and send the sum on."""
+        if self.ring.rotation == "allgather":
+            if dkv is not None:
+                self.sum[source][0] += dkv[0]
+                self.sum[source][1] += dkv[1]
+            return
+        if self.transfer is not None:
+            self.sum = self.transfer.wait()
+        if dkv is not None:
+            self.sum[0] += dkv[0]
+            self.sum[1] += dkv[1]
+        if self.ring.comm.size > 1:
+            self.transfer = self.ring.comm.hop("dkv", self.sum)
+
+    def arrive(self) -> Tensor:
+        """This rank's own dk and dv, `[2, B, HK, S, D]`."""
+        if self.ring.rotation == "allgather":
+            return self.ring.comm.reduce_scatter(self.sum)
+        return self.sum if self.transfer is None else self.transfer.wait()
+
+
+def _own_columns(ring: Ring, pattern: VerticalSlash) -> tuple[Tensor, Tensor]:
+    """Local index of each column, and whether this rank owns it: [B, H, J g]."""
+    positions = padded_columns(pattern, ring.layout.granularity)
+    index, owned = ring.layout.local_index(positions, ring.comm.rank)
+    return index.long(), owned & (positions < SENTINEL)
+
+
+def _gather_columns(
+    ring: Ring, kv: Tensor, heads: int, pattern: VerticalSlash
+) -> Tensor | None:
+    """Keys and values of all kept columns, per query head: [2, B, H, J g, D].
+
+    Each rank fills in the columns it owns and the sum has them all, exactly. Columns
+    behind the last are zero. None if no column can be kept.
+    """
+    if pattern.vertical.shape[-1] == 0:
+        return None
+    index, owned = _own_columns(ring, pattern)  # [B, H, J g]
+    batch, kv_heads = kv.shape[1:3]
+    b = torch.arange(batch, device=kv.device)[:, None, None]
+    h = torch.arange(heads, device=kv.device)[None, :, None] // (heads // kv_heads)
+    columns = kv[:, b, h, index.expand(batch, heads, -1)]
+    return ring.comm.all_reduce(columns * owned[..., None])
+
+
+def _scatter_columns(
+    ring: Ring, dkv: Tensor, grads: Tensor, pattern: VerticalSlash
+) -> None:
+    """Add the columns' gradients to the tokens that this rank owns, in place.
+
+    `index_add_` is deterministic in torch's deterministic mode; heads of a group may
+    share a token.
+    """
+    index, owned = _own_columns(ring, pattern)
+    _, batch, kv_heads, length, dim = dkv.shape
+    heads = grads.shape[2]
+    b = torch.arange(batch, device=dkv.device)[:, None, None]
+    h = torch.arange(heads, device=dkv.device)[None, :, None] // (heads // kv_heads)
+    token = ((b * kv_heads + h) * length + index).flatten()  # [B H J g]
+    grads = grads * owned[..., None]
+    for total, grad in zip(dkv, grads, strict=True):
+        total.view(-1, dim).index_add_(0, token, grad.reshape(-1, dim))

@@ -1,0 +1,202 @@
+"""The search and the ring as custom operators.
+
+To autograd, torch.compile and activation checkpointing each is one opaque operator with
+tensors, numbers and names as arguments: a compiled block has no graph break, and a
+checkpoint policy can save the results by name. The search returns integers and has no
+gradient. The backward of the ring is an operator of its own, since autograd inside a
+custom operator fails.
+"""
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from mtraining_flex.counters import recorder
+from mtraining_flex.layout import Layout, build_layout
+from mtraining_flex.pattern.budget import Budget, LayerBudget
+from mtraining_flex.pattern.scores import probe_recall
+from mtraining_flex.pattern.search import SearchOptions, search
+from mtraining_flex.pattern.types import VerticalSlash
+from mtraining_flex.ring import drive
+from mtraining_flex.ring.backends import resolve_backend
+from mtraining_flex.ring.comm import Comm, resolve
+from mtraining_flex.ring.step import compute_dtype, get_step
+
+
+def _layout(q: Tensor, comm: Comm, layout: str, granularity: int) -> Layout:
+    return build_layout(layout, q.shape[2] * comm.size, comm.size, granularity)
+
+
+def _ring(
+    q: Tensor,
+    comm: str,
+    layout: str,
+    granularity: int,
+    rotation: str,
+    backend: str,
+    scale: float,
+) -> drive.Ring:
+    resolved = resolve(comm)
+    chosen, _ = resolve_backend(
+        backend, q.device.type, granularity, q.dtype, q.shape[-1]
+    )
+    return drive.Ring(
+        _layout(q, resolved, layout, granularity),
+        resolved,
+        rotation,
+        get_step(chosen),
+        scale,
+    )
+
+
+def _on_device(like: Tensor, *numbers: Tensor) -> list[Tensor]:
+    """Small constant CPU tensors, copied to the device once and kept."""
+    return [_constant(tuple(x.tolist()), like.device) for x in numbers]
+
+
+@lru_cache(maxsize=4096)
+def _constant(values: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(values, device=device)
+
+
+@torch.library.custom_op("mtraining::search_pattern", mutates_args=())
+def search_pattern(
+    q: Tensor,
+    k: Tensor,
+    vertical_threshold: Tensor,
+    vertical_cap: Tensor,
+    slash_threshold: Tensor,
+    slash_cap: Tensor,
+    layer: Tensor,
+    comm: str,
+    layout: str,
+    granularity: int,
+    max_vertical: int,
+    max_slash: int,
+    sink: int,
+    local_window: int,
+    probe_rows: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Find the pattern of one layer; the tensors of a `VerticalSlash`.
+
+    `layer` and the budgets are CPU tensors: as Python numbers they would compile each
+    layer anew.
+    """
+    ring = resolve(comm)
+    budget = LayerBudget(
+        Budget(*_on_device(q, vertical_threshold, vertical_cap), max_vertical),
+        Budget(*_on_device(q, slash_threshold, slash_cap), max_slash),
+    )
+    options = SearchOptions(probe_rows, sink, local_window, scale)
+    sequence = _layout(q, ring, layout, granularity)
+    pattern, scores = search(q, k, budget, options, sequence, ring)
+    if recorder.active:
+        recorder.add(
+            int(layer), "recall", probe_recall(scores, pattern, sequence, ring)
+        )
+    return pattern.tensors()
+
+
+@search_pattern.register_fake
+def _(
+    q,
+    k,
+    vertical_threshold,
+    vertical_cap,
+    slash_threshold,
+    slash_cap,
+    layer,
+    comm,
+    layout,
+    granularity,
+    max_vertical,
+    max_slash,
+    *args,
+):
+    batch, heads = q.shape[:2]
+
+    def integers(*shape: int) -> Tensor:
+        return q.new_empty(batch, heads, *shape, dtype=torch.int32)
+
+    return integers(max_slash), integers(), integers(max_vertical), integers()
+
+
+@torch.library.custom_op("mtraining::ring_attention", mutates_args=())
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slash: Tensor,
+    num_slash: Tensor,
+    vertical: Tensor,
+    num_vertical: Tensor,
+    layer: Tensor,
+    comm: str,
+    layout: str,
+    granularity: int,
+    rotation: str,
+    backend: str,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Forward of the ring: out `[B, H, S, D]` in q's dtype and natural lse."""
+    ring = _ring(q, comm, layout, granularity, rotation, backend, scale)
+    pattern = VerticalSlash(slash, num_slash, vertical, num_vertical)
+    out, lse = drive.forward(ring, q, k, v, pattern, int(layer))
+    return out.to(q.dtype).contiguous(), lse.contiguous()
+
+
+@ring_attention.register_fake
+def _(q, k, v, *args):
+    lse = q.new_empty(q.shape[:3], dtype=compute_dtype(q.dtype))
+    return q.new_empty(q.shape), lse
+
+
+@torch.library.custom_op("mtraining::ring_attention_backward", mutates_args=())
+def ring_attention_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    slash: Tensor,
+    num_slash: Tensor,
+    vertical: Tensor,
+    num_vertical: Tensor,
+    comm: str,
+    layout: str,
+    granularity: int,
+    rotation: str,
+    backend: str,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Backward of the ring: dq, dk, dv in the dtypes of q, k, v."""
+    ring = _ring(q, comm, layout, granularity, rotation, backend, scale)
+    pattern = VerticalSlash(slash, num_slash, vertical, num_vertical)
+    dq, dk, dv = drive.backward(ring, dout, q, k, v, out, lse, pattern)
+    # dk and dv are halves of one tensor, which an operator's results must not be.
+    dk, dv = dk.to(k.dtype, copy=True), dv.to(v.dtype, copy=True)
+    return dq.to(q.dtype), dk, dv
+
+
+@ring_attention_backward.register_fake
+def _(dout, q, k, v, *args):
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    q, k, v, slash, num_slash, vertical, num_vertical, _, *rest = inputs
+    out, lse = output
+    ctx.mark_non_differentiable(lse)
+    ctx.save_for_backward(q, k, v, out, lse, slash, num_slash, vertical, num_vertical)
+    ctx.rest = rest
+
+
+def _backward(ctx, dout, dlse):
+    dq, dk, dv = ring_attention_backward(dout, *ctx.saved_tensors, *ctx.rest)
+    return dq, dk, dv, *[None] * 11
+
+
+ring_attention.register_autograd(_backward, setup_context=_setup_context)
