@@ -5,16 +5,19 @@ The five steps, in order: find the pattern (`pattern`), turn it into block masks
 (`ring.step`), merge (`ring.merge`). cp = 1 is the same code with one step.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 from mtraining_flex.config import Ring
 from mtraining_flex.config import SparseAttention as SparseConfig
 from mtraining_flex.layout import Layout, build_layout
-from mtraining_flex.pattern.budget import layer_budget
+from mtraining_flex.pattern.budget import layer_budget, list_widths
 from mtraining_flex.pattern.search import check_layout
 from mtraining_flex.pattern.types import VerticalSlash, dense_pattern
 from mtraining_flex.ring import ops
@@ -114,8 +117,8 @@ class _Plan:
 
     config: SparseConfig
     ring: Ring
-    layout: Layout
-    comm: Comm
+    layouts: tuple[Layout, ...]  # one per sequence length
+    comm_name: str
 
 
 class SparseAttention(nn.Module):
@@ -133,22 +136,19 @@ class SparseAttention(nn.Module):
         self.plan: _Plan | None = None
         self.budget: tuple[Tensor, ...] = ()
 
-    @property
-    def layer_id(self) -> int:
-        return int(self.layer)
-
     def configure(
         self,
         config: SparseConfig,
         ring: Ring,
-        layout: Layout,
+        layouts: Sequence[Layout],
         mesh: DeviceMesh | Comm | None,
         heads: int | None = None,
     ) -> None:
-        """Fix the pattern policy, the layout and the ring. Collective over the mesh.
+        """Fix the pattern policy, the layouts and the ring. Collective over the mesh.
 
         Args:
-            heads: query heads, if `config.budget_file` is set.
+            layouts: one for each sequence length that will come.
+            heads: query heads; needed if `config.budget_file` is set.
 
         Raises:
             ValueError: settings that do not fit together.
@@ -156,36 +156,36 @@ class SparseAttention(nn.Module):
         config.validate()
         ring.validate()
         comm = comm_of(mesh)
-        check_layout(layout, layout.seq_len, comm.size, config.granularity)
+        for layout in layouts:
+            check_layout(layout, layout.seq_len, comm.size, config.granularity)
         if config.budget_file and heads is None:
             raise ValueError("sparse_attention.budget_file needs the number of heads")
-        budget = layer_budget(
-            config, heads or 1, layout.seq_len, self.layer_id if heads else None
-        )
-        self.plan = _Plan(config, ring, layout, comm)
-        self.widths = (budget.vertical.width, budget.slash.width)
-        self.budget = (
-            budget.vertical.threshold,
-            budget.vertical.cap,
-            budget.slash.threshold,
-            budget.slash.cap,
-        )
+        layer = int(self.layer) if config.budget_file else None
+        budget = layer_budget(config, heads or 1, layer)
+        self.plan = _Plan(config, ring, tuple(layouts), comm.name)
+        with torch.device("cpu"):
+            self.budget = (
+                budget.vertical.threshold,
+                budget.vertical.cap,
+                budget.slash.threshold,
+                budget.slash.cap,
+            )
 
-    def find(self, q: Tensor, k: Tensor, scale: float) -> tuple[Tensor, ...]:
+    def find(
+        self, q: Tensor, k: Tensor, plan: _Plan, layout: Layout, scale: float
+    ) -> tuple[Tensor, ...]:
         """The tensors of this call's pattern."""
-        plan = self.plan
-        assert plan is not None
         if plan.config.pattern == "dense":
-            return dense_pattern(plan.layout.num_blocks, q.device).tensors()
+            return dense_pattern(layout.num_blocks, q.device).tensors()
         return ops.search_pattern(
             q.detach(),
             k.detach(),
             *self.budget,
             self.layer,
-            plan.comm.name,
-            plan.layout.name,
-            plan.config.granularity,
-            *self.widths,
+            plan.comm_name,
+            layout.name,
+            layout.granularity,
+            *list_widths(plan.config, layout.seq_len),
             plan.config.sink,
             plan.config.local_window,
             plan.config.probe_rows,
@@ -199,37 +199,66 @@ class SparseAttention(nn.Module):
         v: Tensor,
         *,
         scale: float | None = None,
+        is_causal: bool = True,
         enable_gqa: bool = True,
+        **unsupported: Any,
     ) -> Tensor:
-        """`[B, H, S, D]` from q `[B, H, S, D]` and k, v `[B, HK, S, D]`, local shards.
+        """`[B, H, S, D]` from q `[B, H, S, D]` and k, v `[B, HK, S, D]`.
+
+        Local shards in the layout's order, or DTensors sharded on dimension 2; returns
+        the same kind.
 
         Raises:
-            ValueError: not configured, or a length that is not the layout's.
+            ValueError: not configured, a length that no layout has, or an argument
+                that this attention would have to ignore (a mask, dropout).
         """
+        ignored = [name for name, value in unsupported.items() if value]
+        if ignored or not is_causal:
+            raise ValueError(
+                f"sparse attention is causal and takes no {ignored or 'is_causal=False'}"
+            )
+        if isinstance(q, DTensor):
+            return self._forward_dtensor(q, k, v, scale)
         plan = self.plan
         if plan is None:
             raise ValueError(
                 "SparseAttention has no layout yet: apply RingContextParallel, or call "
                 "configure()"
             )
-        if q.shape[2] != plan.layout.local_len:
+        for layout in plan.layouts:
+            if q.shape[2] == layout.local_len:
+                break
+        else:
             raise ValueError(
-                f"{q.shape[2]} local tokens do not fit the layout's "
-                f"{plan.layout.local_len} (seq_len {plan.layout.seq_len} on "
-                f"{plan.layout.cp_size} ranks)"
+                f"{q.shape[2]} local tokens fit none of the layouts, which have "
+                f"{[x.local_len for x in plan.layouts]} per rank"
             )
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         out, _ = ops.ring_attention(
             q,
             k,
             v,
-            *self.find(q, k, scale),
+            *self.find(q, k, plan, layout, scale),
             self.layer,
-            plan.comm.name,
-            plan.layout.name,
-            plan.config.granularity,
+            plan.comm_name,
+            layout.name,
+            layout.granularity,
             plan.ring.rotation,
             plan.config.backend,
             scale,
         )
         return out
+
+    def _forward_dtensor(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float | None
+    ) -> Tensor:
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            if not isinstance(x, DTensor) or tuple(x.placements) != (Shard(2),):
+                raise ValueError(
+                    f"{name} must be a DTensor sharded on dimension 2 like q, got "
+                    f"{x.placements if isinstance(x, DTensor) else type(x)}"
+                )
+        assert isinstance(q, DTensor)
+        mesh, placements = q.device_mesh, q.placements
+        out = self.forward(*(x.to_local() for x in (q, k, v)), scale=scale)
+        return DTensor.from_local(out, mesh, placements, run_check=False)

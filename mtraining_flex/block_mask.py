@@ -143,20 +143,6 @@ MASKS: dict[str, Callable[..., Tensor]] = {
 }
 
 
-def slash_bitmap(pattern: VerticalSlash, num_blocks: int) -> Tensor:
-    """Which block offsets a head keeps: bool [B, H, 2 NB], offset d at index NB + d.
-
-    The first half stands for the future, offsets -NB to -1, and is False: a lookup needs
-    no clamp.
-    """
-    slash = pattern.slash.contiguous()
-    offsets = torch.arange(num_blocks, dtype=torch.int32, device=slash.device)
-    offsets = offsets.expand(*slash.shape[:2], num_blocks).contiguous()
-    place = torch.searchsorted(slash, offsets).clamp(max=slash.shape[-1] - 1)
-    kept = slash.gather(-1, place) == offsets  # [B, H, NB]
-    return torch.cat([torch.zeros_like(kept), kept], -1)
-
-
 def slash_step(
     pattern: VerticalSlash,
     bitmap: Tensor,

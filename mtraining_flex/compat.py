@@ -220,8 +220,19 @@ def compile_graph(
 
     # A dispatch mode of the caller (selective checkpointing) is not part of the graph.
     with torch.utils._python_dispatch._disable_current_modes():
-        graph = make_fx(call, tracing_mode="fake")(*args)
-        return compile_fx(graph, list(args))
+        args = tuple(a.detach() for a in args)
+        return compile_fx(trace_graph(call, args), list(args))
+
+
+def trace_graph(
+    call: Callable[..., Any], args: tuple[Tensor, ...]
+) -> torch.fx.GraphModule:
+    """The graph of a function of tensors, none of which it takes for another.
+
+    A tensor that is passed twice (positions of queries and keys on the diagonal step)
+    would be traced as one argument, and the graph be wrong for all later calls.
+    """
+    return make_fx(call, tracing_mode="fake")(*(a.detach() for a in args))
 
 
 @lru_cache(maxsize=32)
@@ -233,9 +244,9 @@ def check_lse_unit(
     Raises:
         RuntimeError: it is not the unit that the ring expects.
     """
-    from mtraining_flex.block_mask import slash_bitmap, slash_step
+    from mtraining_flex.block_mask import slash_step
     from mtraining_flex.layout import build_layout
-    from mtraining_flex.pattern.types import dense_pattern
+    from mtraining_flex.pattern.types import dense_pattern, slash_bitmap
 
     pattern = dense_pattern(2, device)
     mask = slash_step(

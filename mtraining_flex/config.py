@@ -96,12 +96,11 @@ class SparseAttention:
             p = getattr(self, name)
             if not 0.0 < p <= 1.0:
                 raise ValueError(f"{prefix}.{name} ({p}) must be in (0, 1]")
-        for small, cap in (
-            ("sink", "max_vertical"),
-            ("local_window", "max_slash"),
-            *((("num_vertical", "max_vertical"),) if self.budget == "top_k" else ()),
-            *((("num_slash", "max_slash"),) if self.budget == "top_k" else ()),
-        ):
+        bounds = [("sink", "max_vertical"), ("local_window", "max_slash")]
+        if self.budget == "top_k":
+            bounds += [("sink", "num_vertical"), ("local_window", "num_slash")]
+            bounds += [("num_vertical", "max_vertical"), ("num_slash", "max_slash")]
+        for small, cap in bounds:
             if getattr(self, small) > getattr(self, cap):
                 raise ValueError(
                     f"{prefix}.{small} ({getattr(self, small)}) must not exceed "
@@ -167,6 +166,12 @@ def resolve_degrees(job_config: Any, world_size: int) -> None:
         ValueError: the other degrees do not divide the world size.
     """
     p = job_config.parallelism
+    for name in (
+        "data_parallel_replicate_degree",
+        "tensor_parallel_degree",
+        "pipeline_parallel_degree",
+    ):
+        _at_least(f"parallelism.{name}", getattr(p, name), 1)
     if p.context_parallel_degree != -1:
         return
     others = p.data_parallel_replicate_degree * max(p.data_parallel_shard_degree, 1)
@@ -214,11 +219,8 @@ def validate_job(job_config: Any, world_size: int) -> Layout:
                 "recipe and must be 1; use context and data parallelism"
             )
     replicate, cp = p.data_parallel_replicate_degree, p.context_parallel_degree
-    for name, degree in (
-        ("data_parallel_replicate_degree", replicate),
-        ("context_parallel_degree", cp),
-    ):
-        _at_least(f"parallelism.{name}", degree, 1)
+    _at_least("parallelism.context_parallel_degree", cp, 1)
+    _at_least("training.local_batch_size", training.local_batch_size, 1)
     shard = p.data_parallel_shard_degree
     if shard == -1:
         shard = max(world_size // (replicate * cp), 1)
@@ -227,6 +229,13 @@ def validate_job(job_config: Any, world_size: int) -> Layout:
             f"parallelism: data_parallel_replicate_degree ({replicate}) * "
             f"data_parallel_shard_degree ({shard}) * context_parallel_degree ({cp}) = "
             f"{replicate * shard * cp} must equal the world size ({world_size})"
+        )
+    if replicate > 1 and shard * cp == 1:
+        raise ValueError(
+            f"parallelism.data_parallel_replicate_degree ({replicate}) without sharding "
+            f"(data_parallel_shard_degree * context_parallel_degree = {shard * cp}) is "
+            "plain DDP, which would halve gradients here: use "
+            "data_parallel_shard_degree"
         )
     batch = training.local_batch_size * replicate * shard
     if training.global_batch_size > 0 and training.global_batch_size % batch:
@@ -237,7 +246,11 @@ def validate_job(job_config: Any, world_size: int) -> Layout:
     layout = job_layout(job_config, training.seq_len, "training.seq_len")
     if job_config.validation.enable:
         job_layout(job_config, job_config.validation.seq_len, "validation.seq_len")
-        _at_least("validation.steps", job_config.validation.steps, -1)
+        if job_config.validation.steps < 1 and job_config.validation.steps != -1:
+            raise ValueError(
+                f"validation.steps ({job_config.validation.steps}) must be at least 1, "
+                "or -1 for all of the data"
+            )
     return layout
 
 

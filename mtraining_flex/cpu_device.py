@@ -1,9 +1,8 @@
 """Let torchtitan be imported and run where there is no accelerator.
 
 torchtitan 0.2.2 takes its device type and module once, at import, and knows no CPU.
-`install()` must therefore run before torchtitan is first imported: `recipes.train`, the
-test configuration and every entry point of the package begin with it. On a machine with
-a GPU it changes nothing.
+`install()` must therefore run before torchtitan is first imported: importing this package
+does it. On a machine with a GPU it changes nothing.
 """
 
 import os
@@ -56,24 +55,37 @@ def _process_memory() -> dict[str, int]:
 def install() -> None:
     """Name the CPU as the device if there is no accelerator. Safe to call twice.
 
-    Raises:
-        RuntimeError: torchtitan was imported before, and took another device.
+    If torchtitan was imported before, it has taken another device and it is too late:
+    `check` says so before a run starts.
     """
-    if torch.accelerator.is_available():
+    if torch.accelerator.is_available() or "torchtitan.tools.utils" in sys.modules:
         return
-    utils = sys.modules.get("torchtitan.tools.utils")
-    if utils is not None:
-        if utils.device_type != "cpu":
-            raise RuntimeError(
-                "torchtitan was imported before mtraining_flex.cpu_device.install(); "
-                f"it took device type '{utils.device_type}' on a machine without one"
-            )
+    if getattr(torch._utils, "_mtraining_flex_cpu", False):
         return
     module = _cpu_module()
     get_device_module = torch._utils._get_device_module
-    # Two attributes of torch, not of torchtitan: nothing in site-packages is edited, and
-    # each keeps its meaning for every other device.
+    # Two attributes of torch, not of torchtitan: no file is edited, and each keeps its
+    # meaning for every other device.
     torch._utils._get_available_device_type = lambda: "cpu"
     torch._utils._get_device_module = lambda device_type: (
         module if device_type == "cpu" else get_device_module(device_type)
     )
+    torch._utils._mtraining_flex_cpu = True
+
+
+def check() -> None:
+    """Make sure that torchtitan runs on the device that exists.
+
+    Raises:
+        RuntimeError: torchtitan was imported before this package.
+    """
+    from torchtitan.tools.utils import device_type
+
+    accelerator = torch.accelerator.current_accelerator()
+    expected = "cpu" if accelerator is None else accelerator.type
+    if device_type != expected:
+        raise RuntimeError(
+            f"torchtitan was imported before mtraining_flex and took device type "
+            f"'{device_type}', but this machine has '{expected}': import mtraining_flex "
+            "first"
+        )

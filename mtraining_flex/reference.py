@@ -139,9 +139,7 @@ def _expand_heads(q: Tensor, *kv: Tensor) -> list[Tensor]:
     return [q.to(dtype), *(x.to(dtype).repeat_interleave(repeats, 1) for x in kv)]
 
 
-def _probe_probs(
-    q: Tensor, k: Tensor, probe_rows: int, scale: float | None
-) -> Tensor:
+def _probe_probs(q: Tensor, k: Tensor, probe_rows: int, scale: float | None) -> Tensor:
     """Attention of the last rows to every key: fp64 `[B, H, R, S]`."""
     seq_len = q.shape[2]
     assert probe_rows <= seq_len, (probe_rows, seq_len)
@@ -174,7 +172,10 @@ def _select(
     """Entries of each batch entry and head, from fp64 scores `[B, H, n]`."""
     rounded = scores.float().tolist()
     return [
-        [_prefix(row, _rank(row, forced), forced, limit, mass, cap) for row in head_rows]
+        [
+            _prefix(row, _rank(row, forced), forced, limit, mass, cap)
+            for row in head_rows
+        ]
         for head_rows in rounded
     ]
 

@@ -1,0 +1,1 @@
+"""The models: torchtitan's blocks, with true positions and sparse attention."""

@@ -32,10 +32,9 @@ class Budget:
 
     threshold: Tensor  # int64 [H], mass in units of MASS_UNIT
     cap: Tensor  # int64 [H], entries
-    width: int  # static size of the lists, at least the largest cap
 
     def to(self, device: torch.device) -> "Budget":
-        return Budget(self.threshold.to(device), self.cap.to(device), self.width)
+        return Budget(self.threshold.to(device), self.cap.to(device))
 
 
 @dataclass(frozen=True)
@@ -49,18 +48,22 @@ class LayerBudget:
         return LayerBudget(self.vertical.to(device), self.slash.to(device))
 
 
+def list_widths(config: SparseAttention, seq_len: int) -> tuple[int, int]:
+    """Static sizes NV and NS of the lists: the caps, or all there is if that is less."""
+    return (
+        min(config.max_vertical, seq_len),
+        min(config.max_slash, seq_len // config.granularity),
+    )
+
+
 def layer_budget(
-    config: SparseAttention,
-    heads: int,
-    seq_len: int,
-    layer: int | None = None,
+    config: SparseAttention, heads: int, layer: int | None = None
 ) -> LayerBudget:
-    """The budgets of one layer's heads on a sequence of `seq_len` tokens.
+    """The budgets of one layer's heads.
 
     Args:
         config: the `[sparse_attention]` section.
         heads: query heads, H.
-        seq_len: global tokens; bounds the static sizes.
         layer: index into `budget_file`; None takes the section's own values.
 
     Raises:
@@ -74,20 +77,17 @@ def layer_budget(
     if config.budget_file and layer is not None:
         for head, entry in _file_layer(config.budget_file, layer, heads).items():
             vertical[head], slash[head] = _parse_entry(entry, config)
-    blocks = seq_len // config.granularity
     return LayerBudget(
-        _budget(vertical, min(config.max_vertical, seq_len), config.probe_rows),
-        _budget(slash, min(config.max_slash, blocks), config.probe_rows),
+        _budget(vertical, config.probe_rows), _budget(slash, config.probe_rows)
     )
 
 
-def _budget(limits: list[tuple[float, int]], width: int, probe_rows: int) -> Budget:
+def _budget(limits: list[tuple[float, int]], probe_rows: int) -> Budget:
     # p = 1 keeps everything up to the cap: rounding must not decide what "all" is.
     thresholds = [
         _NEVER if p >= 1.0 else math.ceil(p * probe_rows * MASS_UNIT) for p, _ in limits
     ]
-    caps = [min(cap, width) for _, cap in limits]
-    return Budget(torch.tensor(thresholds), torch.tensor(caps), width)
+    return Budget(torch.tensor(thresholds), torch.tensor([cap for _, cap in limits]))
 
 
 def read_budget_file(path: str) -> list[dict[str, Any]]:
@@ -151,9 +151,15 @@ def _parse_entry(
                 f"sparse_attention.{name} ({cap}) is below what "
                 f"sparse_attention.budget_file asks for ({asked})"
             )
+    for name, asked in (("sink", vertical[1]), ("local_window", blocks)):
+        if asked < getattr(config, name):
+            raise ValueError(
+                f"sparse_attention.{name} ({getattr(config, name)}) is more than "
+                f"sparse_attention.budget_file allows a head ({asked})"
+            )
     for p in (vertical[0], slash[0]):
         if not 0.0 < p <= 1.0:
             raise ValueError(
                 f"sparse_attention.budget_file: a share ({p}) must be in (0, 1]"
             )
-    return (vertical[0], vertical[1]), (slash[0], max(blocks, 1))
+    return (vertical[0], vertical[1]), (slash[0], blocks)

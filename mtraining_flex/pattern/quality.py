@@ -1,8 +1,8 @@
 """How good and how cheap a pattern is: density, executed blocks, recall.
 
 The counts are closed forms over the pattern's two lists. With S = NB g tokens, slash d
-keeps `(NB - d) g^2` pairs, or `NB g (g + 1) / 2` on the diagonal. Vertical c in block cb
-adds only what no slash keeps:
+keeps `(NB - d) g^2` pairs, or `NB g (g + 1) / 2` on the diagonal. Vertical c, in block
+cb, adds only what no slash keeps:
 
     in its own block       g - c % g       queries, unless 0 is a slash
     in a later block qb    g               queries, unless qb - cb is a slash

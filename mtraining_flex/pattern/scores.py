@@ -8,10 +8,10 @@ softmax over the whole sequence and all ranks:
     slash[d]    = sum of A over pairs, a pair at token distance s giving the share
                   1 - (s % g) / g to block offset s // g and the rest to s // g + 1
 
-What travels between ranks: the probe rows' q (one all-reduce of zero-filled rows), a
-row maximum and sum (one all-gather), and the blocks' shares of the slash histogram (one
-all-reduce in which each entry has a single owner). A key block's numbers come from one
-fixed tile, and what is summed across blocks is summed in fp64 and rounded once: the
+What travels between ranks: the probe rows' q (one all-reduce of zero-filled rows), the
+rows' maxima and sums (one all-gather, one all-reduce of integers), and the blocks' shares
+of the slash histogram (one all-reduce in which each entry has a single owner). A key
+block's numbers come from one fixed tile and what crosses blocks is added exactly: the
 number of ranks and the layout do not move a bit.
 
 Letters: R probe rows, RG query blocks they touch, N local blocks, NB global blocks.
@@ -24,9 +24,9 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from mtraining_flex.block_mask import slash_bitmap
 from mtraining_flex.layout import Layout, positions_on
-from mtraining_flex.pattern.types import VerticalSlash
+from mtraining_flex.pattern.budget import MASS_UNIT
+from mtraining_flex.pattern.types import VerticalSlash, slash_bitmap
 from mtraining_flex.ring.comm import Comm
 
 
@@ -120,15 +120,17 @@ def _gather_probe(q: Tensor, layout: Layout, comm: Comm, probe_rows: int) -> Ten
 
 
 def _global_lse(row_max: Tensor, row_sum: Tensor, comm: Comm) -> Tensor:
-    """Normaliser of each probe row over all blocks and ranks: fp32 [B, H, R]."""
+    """Normaliser of each probe row over all blocks and ranks: fp32 [B, H, R].
+
+    Sums are of integers, so that no order of blocks or ranks shows in the result. A
+    block's sum is at most g in units of its own maximum: 2^40 units leave room for 2^23
+    tokens and resolve far below fp32.
+    """
     row_max, row_sum = row_max.double(), row_sum.double()  # [B, H, N, R]
-    local_max = row_max.amax(2)  # [B, H, R]
-    # A row that sees no key here: -inf - -inf would be NaN.
-    shift = torch.where(local_max == -torch.inf, 0.0, local_max)
-    local_sum = (row_sum * (row_max - shift[:, :, None]).exp()).sum(2)
-    maxima, sums = comm.all_gather(torch.stack([local_max, local_sum])).unbind(1)
-    top = maxima.amax(0)  # finite: each row sees itself
-    return (top + (sums * (maxima - top).exp()).sum(0).log()).float()
+    top = comm.all_gather(row_max.amax(2)).amax(0)  # finite: each row sees itself
+    share = row_sum * (row_max - top[:, :, None]).exp()
+    total = comm.all_reduce((share * MASS_UNIT).round().long().sum(2))
+    return (top + (total.double() / MASS_UNIT).log()).float()
 
 
 def _fold(parts: Tensor) -> Tensor:

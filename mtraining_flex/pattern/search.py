@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 from mtraining_flex.config import SparseAttention
 from mtraining_flex.layout import Layout, build_layout, positions_on
-from mtraining_flex.pattern.budget import LayerBudget, layer_budget
+from mtraining_flex.pattern.budget import LayerBudget, layer_budget, list_widths
 from mtraining_flex.pattern.scores import Scores, score_keys
 from mtraining_flex.pattern.select import best, rank_keys, take
 from mtraining_flex.pattern.types import VerticalSlash, dense_pattern
@@ -23,6 +23,8 @@ from mtraining_flex.ring.comm import Comm, comm_for
 class SearchOptions:
     """The numbers of a search that are not budgets."""
 
+    max_vertical: int  # NV
+    max_slash: int  # NS
     probe_rows: int
     sink: int
     local_window: int
@@ -71,8 +73,9 @@ def find_pattern(
             f"sparse_attention.probe_rows ({config.probe_rows}) must not exceed the "
             f"sequence length ({seq_len})"
         )
-    budget = layer_budget(config, q.shape[1], seq_len, layer).to(q.device)
+    budget = layer_budget(config, q.shape[1], layer).to(q.device)
     options = SearchOptions(
+        *list_widths(config, seq_len),
         config.probe_rows,
         config.sink,
         config.local_window,
@@ -111,10 +114,10 @@ def search(
     scores = score_keys(q, k, layout, comm, options.probe_rows, options.scale)
     positions = positions_on(layout, comm.rank, q.device)
     candidates = rank_keys(scores.vertical.sum(2), positions, options.sink)
-    columns = best(candidates, budget.vertical.width, comm)
+    columns = best(candidates, options.max_vertical, comm)
     vertical, num_vertical = take(columns, budget.vertical, options.sink)
     offsets = torch.arange(layout.num_blocks, device=q.device)
     candidates = rank_keys(scores.slash, offsets, options.local_window)
-    diagonals = best(candidates, budget.slash.width)
+    diagonals = best(candidates, options.max_slash)
     slash, num_slash = take(diagonals, budget.slash, options.local_window)
     return VerticalSlash(slash, num_slash, vertical, num_vertical), scores

@@ -53,7 +53,7 @@ def take(keys: Tensor, budget: Budget, num_forced: int) -> tuple[Tensor, Tensor]
     reached = mass.cumsum(-1)  # exact: integers
     # All entries before the one that reaches the threshold, and that one.
     count = (reached < budget.threshold[:, None]).sum(-1) + 1  # [B, H]
-    count = torch.minimum(count.clamp(min=num_forced), budget.cap)
+    count = torch.minimum(count.clamp(num_forced, keys.shape[-1]), budget.cap)
     index = (_INDEX - (keys & _INDEX)).int()
     rank = torch.arange(keys.shape[-1], device=keys.device)
     index = torch.where(rank < count[..., None], index, SENTINEL)

@@ -62,22 +62,23 @@ def pack_pattern(
 ) -> VerticalSlash:
     """Build a `VerticalSlash` from Python lists `[batch][head] -> entries`.
 
-    Entries are sorted and made unique. The caps default to the longest list.
+    Entries are sorted and made unique. The caps default to the longest list; there is
+    always room for one slash.
 
     Raises:
         ValueError: a list is longer than its cap.
     """
-    slash, num_slash = _pack(slashes, max_slash, "max_slash")
-    vertical, num_vertical = _pack(verticals, max_vertical, "max_vertical")
+    slash, num_slash = _pack(slashes, max_slash, "max_slash", least=1)
+    vertical, num_vertical = _pack(verticals, max_vertical, "max_vertical", least=0)
     return VerticalSlash(slash, num_slash, vertical, num_vertical).to(device)
 
 
 def _pack(
-    entries: list[list[list[int]]], cap: int | None, name: str
+    entries: list[list[list[int]]], cap: int | None, name: str, least: int
 ) -> tuple[Tensor, Tensor]:
     unique = [[sorted(set(head)) for head in batch] for batch in entries]
     longest = max((len(head) for batch in unique for head in batch), default=0)
-    cap = longest if cap is None else cap
+    cap = max(longest, least) if cap is None else cap
     if longest > cap:
         raise ValueError(f"{name} ({cap}) is smaller than a head's list ({longest})")
     rows = [[head + [SENTINEL] * (cap - len(head)) for head in b] for b in unique]
@@ -95,3 +96,17 @@ def dense_pattern(num_blocks: int, device: torch.device | str) -> VerticalSlash:
     count = torch.full((1, 1), num_blocks, dtype=torch.int32, device=device)
     empty = torch.empty(1, 1, 0, dtype=torch.int32, device=device)
     return VerticalSlash(slash.view(1, 1, -1), count, empty, torch.zeros_like(count))
+
+
+def slash_bitmap(pattern: VerticalSlash, num_blocks: int) -> Tensor:
+    """Which block offsets a head keeps: bool [B, H, 2 NB], offset d at index NB + d.
+
+    The first half stands for the future, offsets -NB to -1, and is False: a lookup needs
+    no clamp.
+    """
+    slash = pattern.slash.contiguous()
+    offsets = torch.arange(num_blocks, dtype=torch.int32, device=slash.device)
+    offsets = offsets.expand(*slash.shape[:2], num_blocks).contiguous()
+    place = torch.searchsorted(slash, offsets).clamp(max=slash.shape[-1] - 1)
+    kept = slash.gather(-1, place) == offsets  # [B, H, NB]
+    return torch.cat([torch.zeros_like(kept), kept], -1)

@@ -114,14 +114,15 @@ class GroupComm:
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
-        out = x.new_empty(self.size, *x.shape)
-        dist.all_gather_into_tensor(out, x.contiguous(), group=self.group)
-        return out
+        x = x.contiguous()
+        out = x.new_empty(self.size * x.numel())
+        dist.all_gather_into_tensor(out, x.view(-1), group=self.group)
+        return out.view(self.size, *x.shape)
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        out = x.new_empty(x.shape[1:])
-        dist.reduce_scatter_tensor(out, x.contiguous(), group=self.group)
-        return out
+        out = x.new_empty(x[0].numel())
+        dist.reduce_scatter_tensor(out, x.reshape(-1), group=self.group)
+        return out.view(x.shape[1:])
 
     def hop(self, direction: str, x: Tensor) -> Transfer:
         group, x = self.hops[direction], x.contiguous()

@@ -26,13 +26,12 @@ from torch import Tensor
 from mtraining_flex.block_mask import (
     StepMask,
     padded_columns,
-    slash_bitmap,
     slash_step,
     vertical_step,
 )
 from mtraining_flex.counters import recorder
 from mtraining_flex.layout import Layout
-from mtraining_flex.pattern.types import SENTINEL, VerticalSlash
+from mtraining_flex.pattern.types import SENTINEL, VerticalSlash, slash_bitmap
 from mtraining_flex.ring.comm import Comm
 from mtraining_flex.ring.merge import merge, start
 from mtraining_flex.ring.schedule import ring_sources

@@ -86,10 +86,12 @@ def search_pattern(
     """
     ring = resolve(comm)
     budget = LayerBudget(
-        Budget(*_on_device(q, vertical_threshold, vertical_cap), max_vertical),
-        Budget(*_on_device(q, slash_threshold, slash_cap), max_slash),
+        Budget(*_on_device(q, vertical_threshold, vertical_cap)),
+        Budget(*_on_device(q, slash_threshold, slash_cap)),
     )
-    options = SearchOptions(probe_rows, sink, local_window, scale)
+    options = SearchOptions(
+        max_vertical, max_slash, probe_rows, sink, local_window, scale
+    )
     sequence = _layout(q, ring, layout, granularity)
     pattern, scores = search(q, k, budget, options, sequence, ring)
     if recorder.active:

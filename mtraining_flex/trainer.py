@@ -1,0 +1,84 @@
+"""torchtitan's trainer, with the batch sharded by our layout.
+
+Everything wrong with a configuration is found in `__init__`, before a process group.
+"""
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+from torchtitan.protocols.train_spec import get_train_spec
+from torchtitan.train import Trainer
+
+from mtraining_flex import cpu_device
+from mtraining_flex.config import validate_job
+from mtraining_flex.counters import recorder
+from mtraining_flex.layout import shard_batch
+from mtraining_flex.metrics import SparseMetricsProcessor
+from mtraining_flex.parallelize import parallelize
+
+
+class SparseTrainer(Trainer):
+    """Trains a model of this recipe; torchtitan's interface throughout."""
+
+    def __init__(self, job_config: Any):
+        cpu_device.check()
+        spec = get_train_spec(job_config.model.name)
+        if spec.parallelize_fn is not parallelize:
+            raise ValueError(
+                f"model.name ('{job_config.model.name}') is not a model of this recipe: "
+                "use 'mtraining_llama3' or 'mtraining_qwen2'"
+            )
+        if job_config.model.flavor not in spec.model_args:
+            raise ValueError(
+                f"model.flavor ('{job_config.model.flavor}') must be one of "
+                f"{list(spec.model_args)}"
+            )
+        self.layout = validate_job(job_config, int(os.environ.get("WORLD_SIZE", "1")))
+        super().__init__(job_config)
+
+    def post_dataloading_process(
+        self, input_dict: dict[str, Tensor], labels: Tensor
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor], dict[str, Any]]:
+        """This rank's share of the batch, with true positions."""
+        assert list(input_dict) == ["input"], f"unknown inputs {list(input_dict)}"
+        mesh = self.parallel_dims.get_optional_mesh("cp")
+        (inputs, labels), positions = shard_batch(
+            self.layout, mesh, input_dict["input"], labels
+        )
+        self._local_labels = labels
+        return inputs, labels, {}, {"positions": positions}
+
+    def forward_backward_step(
+        self,
+        *,
+        input_dict: dict[str, Tensor],
+        labels: Tensor,
+        global_valid_tokens: Tensor,
+    ) -> Tensor:
+        """As torchtitan's; notes the local loss in steps that are logged."""
+        loss = super().forward_backward_step(
+            input_dict=input_dict,
+            labels=labels,
+            global_valid_tokens=global_valid_tokens,
+        )
+        if recorder.active:
+            assert isinstance(self.metrics_processor, SparseMetricsProcessor)
+            loss_sum = loss.detach() * global_valid_tokens
+            self.metrics_processor.add_loss(loss_sum, self._local_labels)
+        return loss
+
+    def train_step(
+        self, data_iterator: Iterator[tuple[dict[str, Tensor], Tensor]]
+    ) -> None:
+        """One optimiser step; the attention counts only where the step is logged."""
+        with recorder.recording(self.metrics_processor.should_log(self.step)):
+            super().train_step(data_iterator)
+
+
+def main() -> None:
+    """Entry of `recipes.train`."""
+    from torchtitan.train import main as train
+
+    train(SparseTrainer)

@@ -1,0 +1,295 @@
+"""The compiled steps on a GPU, and their graphs without one.
+
+CPU: the traced graphs, run uncompiled, equal eager math on every pair of ranks; a graph
+traced once must not take one argument for another. GPU: out, dq, dk, dv of `flex` and
+`flash` against fp32, no compile after warm-up, memory flat, halves of different backends
+merge.
+"""
+
+import pytest
+import torch
+
+from mtraining_flex import compat
+from mtraining_flex.attention import sparse_attention
+from mtraining_flex.block_mask import slash_step, vertical_step
+from mtraining_flex.config import SparseAttention
+from mtraining_flex.layout import build_layout
+from mtraining_flex.pattern import find_pattern, pack_pattern
+from mtraining_flex.pattern.types import slash_bitmap
+from mtraining_flex.ring.backends import resolve_backend
+from mtraining_flex.ring.merge import merge, start
+from mtraining_flex.ring.simulate import run_ranks
+from mtraining_flex.ring.step import EagerStep
+
+PATTERN = ([[[0, 2], [0, 1, 3], [0], [0, 1, 2, 3]]], [[[5, 200], [0], [], [1, 2, 3]]])
+
+
+@pytest.fixture
+def uncompiled(monkeypatch):
+    """Run the traced graphs as they are."""
+    monkeypatch.setattr(compat, "_CACHE", {})
+    monkeypatch.setattr(compat, "compile_graph", compat.trace_graph)
+
+
+@pytest.mark.parametrize("layout_name", ["striped", "zigzag"])
+def test_one_graph_serves_every_pair_of_ranks(uncompiled, layout_name):
+    torch.manual_seed(0)
+    pattern = pack_pattern(*PATTERN)
+    layout = build_layout(layout_name, 512, 2, 128)
+    bitmap = slash_bitmap(pattern, 4)
+    eager = EagerStep()
+    for q_rank, kv_rank in ((0, 0), (1, 0), (0, 1), (1, 1)):
+        masks = [
+            slash_step(pattern, bitmap, layout, q_rank, kv_rank, (1, 4)),
+            vertical_step(pattern, bitmap, layout, q_rank, (1, 4)),
+        ]
+        for mask, kv_heads in zip(masks, (2, 4), strict=True):
+            q, dout = torch.randn(2, 1, 4, 256, 16)
+            k, v = torch.randn(2, 1, kv_heads, mask.kv_len, 16)
+            out, lse = eager.forward(q, k, v, mask, 0.25)
+            got_out, got_lse = compat._forward("TRITON", q, k, v, mask, 0.25)
+            torch.testing.assert_close(got_out, out, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(
+                got_lse * compat.LN2, lse.float(), atol=1e-5, rtol=1e-5
+            )
+            args = (q, k, v, out)
+            got = compat._backward("TRITON", dout, *args, lse / compat.LN2, mask, 0.25)
+            want = eager.backward(dout, *args, lse, mask, 0.25)
+            for a, b in zip(got, want, strict=True):
+                torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+    assert len(compat._CACHE) == 4
+
+
+def test_wrong_lse_unit_is_refused(uncompiled, monkeypatch):
+    monkeypatch.setitem(compat.LSE_UNIT, "TRITON", 1.0)
+    compat.check_lse_unit.cache_clear()
+    with pytest.raises(RuntimeError, match="expected unit"):
+        compat.check_lse_unit("TRITON", torch.device("cpu"), torch.float32, 16)
+    compat.check_lse_unit.cache_clear()
+
+
+# --- on a GPU -------------------------------------------------------------------------
+
+
+def gpu_backend(name):
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    try:
+        resolve_backend(name, "cuda", 128, torch.bfloat16, 64)
+    except ValueError as error:
+        pytest.skip(str(error))
+    return name
+
+
+def fp32_rows(q, k, v, dout, pattern, granularity=128):
+    """out, dq, dk, dv in fp32, head by head and in chunks of rows, exact masks."""
+    heads, group = q.shape[1], q.shape[1] // k.shape[1]
+    seq_len = q.shape[2]
+    out, dq = (
+        torch.zeros_like(q, dtype=torch.float32),
+        torch.zeros_like(q, dtype=torch.float32),
+    )
+    dk, dv = (torch.zeros_like(k, dtype=torch.float32) for _ in range(2))
+    bitmap = slash_bitmap(pattern, seq_len // granularity)
+    positions = torch.arange(seq_len, device=q.device)
+    for b in range(q.shape[0]):
+        for h in range(heads):
+            pattern_head = (min(b, bitmap.shape[0] - 1), min(h, bitmap.shape[1] - 1))
+            kept = bitmap[pattern_head]
+            column = torch.zeros(seq_len, dtype=torch.bool, device=q.device)
+            count = pattern.num_vertical[pattern_head]
+            column[pattern.vertical[pattern_head][:count].long()] = True
+            kh, vh = k[b, h // group].float(), v[b, h // group].float()
+            for rows in positions.split(4096):
+                offset = rows[:, None] // granularity - positions // granularity
+                mask = kept[offset + seq_len // granularity] | column
+                mask &= positions <= rows[:, None]
+                s = (q[b, h, rows].float() @ kh.T) * q.shape[-1] ** -0.5
+                p = s.masked_fill(~mask, -torch.inf).softmax(-1).nan_to_num(0.0)
+                do = dout[b, h, rows].float()
+                o = p @ vh
+                ds = p * (do @ vh.T - (do * o).sum(-1, keepdim=True))
+                ds *= q.shape[-1] ** -0.5
+                out[b, h, rows], dq[b, h, rows] = o, ds @ kh
+                dk[b, h // group] += ds.T @ q[b, h, rows].float()
+                dv[b, h // group] += p.T @ do
+    return out, dq, dk, dv
+
+
+def strided(batch, heads, seq_len, dim, seed):
+    """[B, H, S, D] as a model has it: a transposed view."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    shape = (batch, seq_len, heads, dim)
+    x = torch.randn(shape, generator=generator, device="cuda").to(torch.bfloat16)
+    return x.transpose(1, 2)
+
+
+def sparse_case(heads, kv_heads, seq_len, dim, batch=1):
+    q, k, dout = (
+        strided(batch, h, seq_len, dim, i)
+        for i, h in enumerate((heads, kv_heads, heads))
+    )
+    v = 1 + strided(batch, kv_heads, seq_len, dim, 3)  # a signal of order one
+    blocks = seq_len // 128
+    generator = torch.Generator().manual_seed(7)
+    slashes = [
+        [0] + (torch.randperm(blocks, generator=generator)[: 1 + i % 9]).tolist()
+        for i in range(batch * heads)
+    ]
+    slashes[1] = [0]
+    slashes[-1] = list(range(blocks))  # one head is dense
+    columns = [
+        torch.randperm(seq_len, generator=generator)[: (i * 37) % 300].tolist()
+        for i in range(batch * heads)
+    ]
+
+    def split(x):
+        return [x[i * heads : (i + 1) * heads] for i in range(batch)]
+
+    pattern = pack_pattern(split(slashes), split(columns), max_vertical=300)
+    return q, k, v, dout, pattern.to("cuda")
+
+
+def close(name, actual, expected, plain):
+    """At most twice the error of plain bf16 attention, and zeros fail."""
+    assert torch.isfinite(actual).all(), name
+    norm = expected.norm()
+    error = ((actual.float() - expected).norm() / norm).item()
+    bound = 2 * plain
+    assert error <= bound < 0.5, f"{name}: error {error:.2e}, bound {bound:.2e}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["flex", "flash"])
+@pytest.mark.parametrize(
+    "heads,kv_heads,dim,seq_len,batch",
+    [
+        (16, 2, 128, 8192, 1),
+        (16, 2, 64, 8192, 2),
+        (32, 8, 128, 8192, 1),
+        (32, 8, 64, 8192, 1),
+        (16, 2, 128, 32768, 1),
+    ],
+)
+def test_against_fp32(backend, heads, kv_heads, dim, seq_len, batch):
+    gpu_backend(backend)
+    q, k, v, dout, pattern = sparse_case(heads, kv_heads, seq_len, dim, batch)
+    expected = fp32_rows(q, k, v, dout, pattern)
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = sparse_attention(*leaves, pattern, backend=backend)
+    got = (out, *torch.autograd.grad(out, leaves, dout))
+    # bf16 attention's own error on this data: eager math in bf16-rounded p, ds.
+    plain = bf16_error(q, k, v, dout)
+    for name, a, b, p in zip(
+        ("out", "dq", "dk", "dv"), got, expected, plain, strict=True
+    ):
+        close(name, a.detach(), b, p)
+
+
+def bf16_error(q, k, v, dout):
+    """Relative errors of torch's own bf16 SDPA on the first 2048 tokens."""
+    q, k, v, dout = (x[:1, :, :2048] for x in (q, k, v, dout))
+    results = []
+    for dtype in (torch.float32, torch.bfloat16):
+        leaves = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
+        out = torch.nn.functional.scaled_dot_product_attention(
+            *leaves, is_causal=True, enable_gqa=True
+        )
+        grads = torch.autograd.grad(out, leaves, dout.to(dtype))
+        results.append([x.float() for x in (out.detach(), *grads)])
+    return [((b - a).norm() / a.norm()).item() for a, b in zip(*results, strict=True)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["flex", "flash"])
+@pytest.mark.parametrize("layout_name", ["striped", "zigzag", "contiguous"])
+def test_simulated_ring(backend, layout_name):
+    """Four ranks on one GPU give what one rank gives."""
+    gpu_backend(backend)
+    q, k, v, dout, pattern = sparse_case(16, 2, 8192, 128)
+    expected = fp32_rows(q, k, v, dout, pattern)
+    plain = bf16_error(q, k, v, dout)
+    layout = build_layout(layout_name, 8192, 4, 128)
+
+    def rank(comm):
+        index = layout.positions(comm.rank).cuda()
+        leaves = [x[:, :, index].detach().requires_grad_() for x in (q, k, v)]
+        out = sparse_attention(
+            *leaves, pattern, layout=layout, mesh=comm, backend=backend
+        )
+        # The engine runs CUDA backwards on one thread, where ranks would wait for each
+        # other forever: call the backward operator from this rank's thread.
+        return index, out.detach(), leaves
+
+    parts = run_ranks(4, rank)
+    got = torch.empty_like(expected[0])
+    for index, out, _ in parts:
+        got[:, :, index] = out.float()
+    close("out", got, expected[0], plain[0])
+
+
+@pytest.mark.gpu
+def test_halves_of_two_backends_merge():
+    """Keys of rank 0 by FLASH, of rank 1 by Triton: lse units agree."""
+    gpu_backend("flash")
+    q, k, v, dout, pattern = sparse_case(16, 2, 8192, 128)
+    expected = fp32_rows(q, k, v, dout, pattern)[0]
+    layout = build_layout("striped", 8192, 2, 128)
+    bitmap = slash_bitmap(pattern, 64)
+    steps = [compat.FlexStep("flash"), compat.FlexStep("flex")]
+    out = lse = None
+    rows = layout.positions(1).cuda()
+    for source, step in enumerate(steps):
+        mask = slash_step(pattern, bitmap, layout, 1, source, (1, 16))
+        keys = layout.positions(source).cuda()
+        part = step.forward(
+            q[:, :, rows], k[:, :, keys], v[:, :, keys], mask, 128**-0.5
+        )
+        out, lse = start(*part) if out is None else merge(out, lse, *part)
+    only = pack_pattern(
+        [[[x for x in h if x < 2**30] for h in b] for b in pattern.slash.tolist()],
+        [[[] for _ in b] for b in pattern.slash.tolist()],
+    ).to("cuda")
+    expected = fp32_rows(q, k, v, dout, only)[0][:, :, rows]
+    close("out", out, expected, bf16_error(q, k, v, dout)[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["flex", "flash"])
+def test_new_patterns_neither_compile_nor_leak(backend):
+    gpu_backend(backend)
+    q, k, v, dout, _ = sparse_case(16, 2, 8192, 128)
+    config = SparseAttention(max_vertical=256, max_slash=16)
+    compiled, reserved = [], []
+    for step in range(50):
+        torch.manual_seed(step)
+        noise = torch.randn_like(q)
+        pattern = find_pattern(q + noise, k, config)
+        leaves = [x.detach().requires_grad_() for x in (q + noise, k, v)]
+        out = sparse_attention(*leaves, pattern, backend=backend)
+        torch.autograd.grad(out, leaves, dout)
+        compiled.append(compat.num_compiled())
+        reserved.append(torch.cuda.memory_reserved())
+    assert compiled[1] == compiled[-1]
+    assert reserved[5] == reserved[-1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["flex", "flash"])
+def test_a_step_has_no_host_synchronisation(backend):
+    gpu_backend(backend)
+    q, k, v, dout, _ = sparse_case(16, 2, 8192, 128)
+    config = SparseAttention(max_vertical=256, max_slash=16)
+
+    def step():
+        pattern = find_pattern(q, k, config)
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = sparse_attention(*leaves, pattern, backend=backend)
+        torch.autograd.grad(out, leaves, dout)
+
+    step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
