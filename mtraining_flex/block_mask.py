@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from mtraining_flex.compat import fused
 from mtraining_flex.layout import Layout, positions_on
 from mtraining_flex.pattern.types import SENTINEL, VerticalSlash
 
@@ -157,48 +158,26 @@ def slash_step(
         bitmap: `slash_bitmap` of the pattern.
         heads: (B, H) of the queries.
     """
-    n, width = layout.segment_len, _table_width(pattern, layout)
     device = pattern.slash.device
-    q_segments, kv_segments = layout.segments(q_rank), layout.segments(kv_rank)
-    pairs = [
-        [_Diagonals(pattern.slash, s_q - s_k, layout.stride, n) for s_k in kv_segments]
-        for s_q in q_segments
-    ]
-    rows = [
-        _join(
-            [pair.rows(y * n, width) for y, pair in enumerate(pairs_of_q)],
-            width,
-        )
-        for pairs_of_q in pairs
-    ]
-    columns = [
-        _join(
-            [pairs[x][y].columns(x * n, width) for x in range(len(q_segments))], width
-        )
-        for y in range(len(kv_segments))
-    ]
-    full_kv_num, full_kv_idx = (torch.cat(t, 2) for t in zip(*rows, strict=True))
-    full_q_num, full_q_idx = (torch.cat(t, 2) for t in zip(*columns, strict=True))
-    diagonal = _diagonal_table(full_kv_idx.shape, device)
+    shape = _Shape.of(pattern, layout)
+    full = fused(
+        ("slash_tables", shape),
+        lambda slash, base: _slash_tables(slash, base, shape),
+        pattern.slash,
+        _bases(layout, q_rank, kv_rank, device),
+    )
+    diagonal = _diagonal_table(full[1].shape, device)
     if q_rank == kv_rank:
         # Only the diagonal block is partial, where offset 0 is kept.
-        num = (pattern.slash[..., :1] == 0).int().expand_as(full_kv_num).contiguous()
+        num = (pattern.slash[..., :1] == 0).int().expand_as(full[0]).contiguous()
     else:
-        num = torch.zeros_like(full_kv_num)
+        num = torch.zeros_like(full[0])
+    tables = Tables(num, diagonal, full[0], full[1], num, diagonal, full[2], full[3])
     q_pos, q_row = _positions(layout, q_rank, device, shift=layout.num_blocks)
     kv_pos, kv_row = _positions(layout, kv_rank, device, shift=0)
     return StepMask(
         "slash",
-        Tables(
-            num,
-            diagonal,
-            full_kv_num,
-            full_kv_idx,
-            num,
-            diagonal,
-            full_q_num,
-            full_q_idx,
-        ),
+        tables,
         (q_pos, kv_pos, q_row, kv_row, bitmap.expand(*heads, -1)),
         layout.local_len,
         layout.local_len,
@@ -220,30 +199,13 @@ def vertical_step(
     wherever a slash keeps its block.
     """
     g, device = layout.granularity, pattern.vertical.device
-    column_pos = padded_columns(pattern, g)  # [B, H, J g]
-    batch, num_heads, padded = column_pos.shape
-    count, n = padded // g, layout.local_blocks
-    first = column_pos[..., ::g].contiguous()  # [B, H, J]
     q_pos, q_row = _positions(layout, q_rank, device, shift=layout.num_blocks)
-    last_query = q_pos[g - 1 :: g].expand(batch, num_heads, n).contiguous()
-    kv_num = torch.searchsorted(first, last_query, right=True).int()  # [B, H, N]
-    start = torch.searchsorted(last_query, first).int()  # [B, H, J]
-    rows = torch.arange(n, dtype=torch.int32, device=device)
-    blocks = torch.arange(count, dtype=torch.int32, device=device)
-    kv_idx = blocks.expand(batch, num_heads, n, count).contiguous()
-    q_idx = (start[..., None] + rows).clamp(max=n - 1)  # [B, H, J, N]
-    tables = Tables(
-        kv_num,
-        kv_idx,
-        torch.zeros_like(kv_num),
-        kv_idx,
-        n - start,
-        q_idx,
-        torch.zeros_like(start),
-        q_idx,
+    column_pos, column_row, *lists = fused(
+        ("vertical_tables", g),
+        lambda vertical, q_pos: _vertical_tables(vertical, q_pos, g),
+        pattern.vertical,
+        q_pos,
     )
-    # Past the last column any block will do: the position already says no.
-    column_row = torch.where(column_pos == SENTINEL, 0, column_pos // g)
     buffers = (
         q_pos,
         column_pos.expand(*heads, -1),
@@ -251,30 +213,103 @@ def vertical_step(
         column_row.expand(*heads, -1),
         bitmap.expand(*heads, -1),
     )
-    return StepMask("vertical", tables, buffers, layout.local_len, padded, g)
+    padded = column_pos.shape[-1]
+    return StepMask("vertical", Tables(*lists), buffers, layout.local_len, padded, g)
 
 
-def padded_columns(pattern: VerticalSlash, granularity: int) -> Tensor:
-    """The verticals, padded to whole blocks: int32 [B, H, J g]."""
-    vertical = pattern.vertical
+def _vertical_tables(vertical: Tensor, q_pos: Tensor, g: int) -> tuple[Tensor, ...]:
+    """Positions and blocks of the padded columns, and the eight lists."""
+    column_pos = pad_columns(vertical, g)  # [B, H, J g]
+    batch, num_heads, padded = column_pos.shape
+    count, n = padded // g, q_pos.shape[0] // g
+    first = column_pos[..., ::g].contiguous()  # [B, H, J]
+    last_query = q_pos[g - 1 :: g].expand(batch, num_heads, n).contiguous()
+    kv_num = torch.searchsorted(first, last_query, right=True).int()  # [B, H, N]
+    start = torch.searchsorted(last_query, first).int()  # [B, H, J]
+    rows = torch.arange(n, dtype=torch.int32, device=q_pos.device)
+    blocks = torch.arange(count, dtype=torch.int32, device=q_pos.device)
+    kv_idx = blocks.expand(batch, num_heads, n, count).contiguous()
+    q_idx = (start[..., None] + rows).clamp(max=n - 1)  # [B, H, J, N]
+    none = torch.zeros_like(kv_num), torch.zeros_like(start)
+    # Past the last column any block will do: the position already says no.
+    column_row = torch.where(column_pos == SENTINEL, 0, column_pos // g)
+    return (
+        column_pos,
+        column_row,
+        kv_num,
+        kv_idx,
+        none[0],
+        kv_idx.clone(),
+        n - start,
+        q_idx,
+        none[1],
+        q_idx.clone(),
+    )
+
+
+def pad_columns(vertical: Tensor, granularity: int) -> Tensor:
+    """Verticals `[B, H, NV]`, padded to whole blocks: int32 [B, H, J g]."""
     pad = -vertical.shape[-1] % granularity
     return torch.nn.functional.pad(vertical, (0, pad), value=SENTINEL).contiguous()
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """What the code of a slash table depends on, besides tensors."""
+
+    stride: int  # global blocks between neighbours of a segment
+    n: int  # blocks of a segment
+    width: int  # columns of a table
+    windowed: bool  # whether a diagonal can be negative
+
+    @staticmethod
+    def of(pattern: VerticalSlash, layout: Layout) -> "_Shape":
+        width = min(pattern.slash.shape[-1], layout.local_blocks)
+        # Striped segments start within a stride of each other, and so no diagonal is
+        # negative; neither is one between a segment and itself.
+        windowed = layout.name == "zigzag" or (
+            layout.name == "contiguous" and layout.cp_size > 1
+        )
+        return _Shape(layout.stride, layout.segment_len, width, windowed)
+
+
+@lru_cache(maxsize=1024)
+def _bases(layout: Layout, q_rank: int, kv_rank: int, device: torch.device) -> Tensor:
+    """s_q - s_k of each pair of segments: int32 [Q segments, K segments]."""
+    s_q = torch.tensor(layout.segments(q_rank), dtype=torch.int32)
+    s_k = torch.tensor(layout.segments(kv_rank), dtype=torch.int32)
+    return (s_q[:, None] - s_k).to(device)
+
+
+def _slash_tables(slash: Tensor, base: Tensor, shape: _Shape) -> tuple[Tensor, ...]:
+    """Lists of full blocks: kv_num, kv_idx, q_num, q_idx over all segments."""
+    n, width = shape.n, shape.width
+    pairs = [[_Diagonals(slash, each, shape) for each in row] for row in base]
+    rows = [
+        _join([pair.rows(y * n, width) for y, pair in enumerate(row)], width)
+        for row in pairs
+    ]
+    columns = [
+        _join([row[y].columns(x * n, width) for x, row in enumerate(pairs)], width)
+        for y in range(base.shape[1])
+    ]
+    parts = (*zip(*rows, strict=True), *zip(*columns, strict=True))
+    return tuple(torch.cat(part, 2) for part in parts)
 
 
 class _Diagonals:
     """T of two segments: the local diagonals of each head's slashes, but offset 0."""
 
-    def __init__(self, slash: Tensor, base: int, stride: int, n: int):
+    def __init__(self, slash: Tensor, base: Tensor, shape: _Shape):
+        n = shape.n
         difference = slash - base
-        t = torch.div(difference, stride, rounding_mode="floor")
-        valid = (slash > 0) & (slash < SENTINEL) & (difference % stride == 0)
+        t = torch.div(difference, shape.stride, rounding_mode="floor")
+        valid = (slash > 0) & (slash < SENTINEL) & (difference % shape.stride == 0)
         valid &= (t > -n) & (t < n)
-        # Smallest diagonal that some slash d >= 1 can give here.
-        self.lowest = max(-((base - 1) // stride), 1 - n)
-        distinct = max(n - self.lowest, 1)
         t = torch.where(valid, t, SENTINEL).sort(-1).values
+        distinct = 2 * n - 1 if shape.windowed else n
         self.t = t[..., : min(distinct, t.shape[-1])].contiguous()  # [B, H, C]
-        self.n = n
+        self.n, self.windowed = n, shape.windowed
         local = torch.arange(n, dtype=torch.int32, device=slash.device)
         self.local = local.expand(*slash.shape[:2], n)  # [B, H, n]
 
@@ -296,7 +331,7 @@ class _Diagonals:
 
     def rows(self, first: int, width: int) -> tuple[Tensor, Tensor]:
         """Key blocks (local, from `first` on) of each query block: counts, indices."""
-        low = None if self.lowest >= 0 else self._count(self.local - self.n, right=True)
+        low = self._count(self.local - self.n, right=True) if self.windowed else None
         high = self._count(self.local, right=True)
         t = self._window(low, width)
         index = first + (self.local[..., None] - t).clamp(0, self.n - 1)
@@ -304,7 +339,7 @@ class _Diagonals:
 
     def columns(self, first: int, width: int) -> tuple[Tensor, Tensor]:
         """Query blocks (local, from `first` on) of each key block: counts, indices."""
-        low = None if self.lowest >= 0 else self._count(-self.local, right=False)
+        low = self._count(-self.local, right=False) if self.windowed else None
         high = self._count(self.n - self.local, right=False)
         t = self._window(low, width)
         index = first + (self.local[..., None] + t).clamp(0, self.n - 1)
@@ -321,10 +356,6 @@ def _join(parts: list[tuple[Tensor, Tensor]], width: int) -> tuple[Tensor, Tenso
         index = torch.where(place < num[..., None], index, moved)
         num = num + more_num
     return num, index.contiguous()
-
-
-def _table_width(pattern: VerticalSlash, layout: Layout) -> int:
-    return min(pattern.slash.shape[-1], layout.local_blocks)
 
 
 @lru_cache(maxsize=32)

@@ -9,6 +9,7 @@ row), so that sums are exact and the same on every rank, in any order.
 import json
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,8 @@ class Budget:
     cap: Tensor  # int64 [H], entries
 
     def to(self, device: torch.device) -> "Budget":
-        return Budget(self.threshold.to(device), self.cap.to(device))
+        """On a device; CPU numbers are copied there once and kept."""
+        return Budget(_constant(self.threshold, device), _constant(self.cap, device))
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,17 @@ class LayerBudget:
 
     def to(self, device: torch.device) -> "LayerBudget":
         return LayerBudget(self.vertical.to(device), self.slash.to(device))
+
+
+def _constant(numbers: Tensor, device: torch.device) -> Tensor:
+    if numbers.device == device:
+        return numbers
+    return _copy(tuple(numbers.tolist()), device)
+
+
+@lru_cache(maxsize=4096)
+def _copy(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(numbers, device=device)
 
 
 def list_widths(config: SparseAttention, seq_len: int) -> tuple[int, int]:

@@ -24,6 +24,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from mtraining_flex.compat import fused
 from mtraining_flex.layout import Layout, positions_on
 from mtraining_flex.pattern.budget import MASS_UNIT
 from mtraining_flex.pattern.types import VerticalSlash, slash_bitmap
@@ -74,10 +75,11 @@ def score_keys(
         scale=scale,
         granularity=layout.granularity,
     )  # [B, H, RG, S_local], [B, H, N, C]
-    histogram = parts.new_zeros(*parts.shape[:2], layout.num_blocks, parts.shape[3])
-    histogram[:, :, blocks] = parts
-    histogram = comm.all_reduce(histogram)  # each entry has one owner: exact
-    return Scores(vertical, _fold(histogram), probe_rows)
+    if comm.size > 1:
+        histogram = parts.new_zeros(*parts.shape[:2], layout.num_blocks, parts.shape[3])
+        histogram[:, :, blocks] = parts
+        parts = comm.all_reduce(histogram)  # each entry has one owner: exact
+    return Scores(vertical, fused(("fold",), _fold, parts), probe_rows)
 
 
 def _kernels(q: Tensor) -> ModuleType:
@@ -126,11 +128,18 @@ def _global_lse(row_max: Tensor, row_sum: Tensor, comm: Comm) -> Tensor:
     block's sum is at most g in units of its own maximum: 2^40 units leave room for 2^23
     tokens and resolve far below fp32.
     """
-    row_max, row_sum = row_max.double(), row_sum.double()  # [B, H, N, R]
-    top = comm.all_gather(row_max.amax(2)).amax(0)  # finite: each row sees itself
-    share = row_sum * (row_max - top[:, :, None]).exp()
-    total = comm.all_reduce((share * MASS_UNIT).round().long().sum(2))
-    return (top + (total.double() / MASS_UNIT).log()).float()
+    local = fused(("row_top",), lambda row_max: row_max.double().amax(2), row_max)
+    top = comm.all_gather(local).amax(0)  # [B, H, R], finite: each row sees itself
+
+    def share(row_max: Tensor, row_sum: Tensor, top: Tensor) -> Tensor:
+        weight = (row_max.double() - top[:, :, None]).exp()
+        return (row_sum.double() * weight * MASS_UNIT).round().long().sum(2)
+
+    def lse(total: Tensor, top: Tensor) -> Tensor:
+        return (top + (total.double() / MASS_UNIT).log()).float()
+
+    total = comm.all_reduce(fused(("row_share",), share, row_max, row_sum, top))
+    return fused(("row_lse",), lse, total, top)
 
 
 def _fold(parts: Tensor) -> Tensor:

@@ -5,11 +5,13 @@ ready. No gradient, no host synchronisation, static shapes.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from mtraining_flex.compat import fused
 from mtraining_flex.config import SparseAttention
 from mtraining_flex.layout import Layout, build_layout, positions_on
 from mtraining_flex.pattern.budget import LayerBudget, layer_budget, list_widths
@@ -112,12 +114,25 @@ def search(
 ) -> tuple[VerticalSlash, Scores]:
     """The search itself; also returns the scores, from which recall is read."""
     scores = score_keys(q, k, layout, comm, options.probe_rows, options.scale)
-    positions = positions_on(layout, comm.rank, q.device)
-    candidates = rank_keys(scores.vertical.sum(2), positions, options.sink)
+    candidates = fused(
+        ("column_keys", options.sink),
+        lambda mass, position: rank_keys(mass.sum(2), position, options.sink),
+        scores.vertical,
+        positions_on(layout, comm.rank, q.device),
+    )
     columns = best(candidates, options.max_vertical, comm)
     vertical, num_vertical = take(columns, budget.vertical, options.sink)
-    offsets = torch.arange(layout.num_blocks, device=q.device)
-    candidates = rank_keys(scores.slash, offsets, options.local_window)
+    candidates = fused(
+        ("slash_keys", options.local_window),
+        lambda mass, offset: rank_keys(mass, offset, options.local_window),
+        scores.slash,
+        _offsets(layout.num_blocks, q.device),
+    )
     diagonals = best(candidates, options.max_slash)
     slash, num_slash = take(diagonals, budget.slash, options.local_window)
     return VerticalSlash(slash, num_slash, vertical, num_vertical), scores
+
+
+@lru_cache(maxsize=64)
+def _offsets(num_blocks: int, device: torch.device) -> Tensor:
+    return torch.arange(num_blocks, dtype=torch.int32, device=device)

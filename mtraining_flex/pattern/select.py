@@ -12,6 +12,7 @@ negative), 30..0 the index, inverted.
 import torch
 from torch import Tensor
 
+from mtraining_flex.compat import fused
 from mtraining_flex.pattern.budget import MASS_UNIT, Budget
 from mtraining_flex.pattern.types import SENTINEL
 from mtraining_flex.ring.comm import Comm
@@ -48,13 +49,17 @@ def take(keys: Tensor, budget: Budget, num_forced: int) -> tuple[Tensor, Tensor]
         The indices, int32 `[B, H, width]`, ascending and padded with SENTINEL, and
         their number, int32 `[B, H]`.
     """
-    bits = (keys >> 31) & _INDEX
-    mass = (bits.int().view(torch.float32).double() * MASS_UNIT).round().long()
-    reached = mass.cumsum(-1)  # exact: integers
-    # All entries before the one that reaches the threshold, and that one.
-    count = (reached < budget.threshold[:, None]).sum(-1) + 1  # [B, H]
-    count = torch.minimum(count.clamp(num_forced, keys.shape[-1]), budget.cap)
-    index = (_INDEX - (keys & _INDEX)).int()
-    rank = torch.arange(keys.shape[-1], device=keys.device)
-    index = torch.where(rank < count[..., None], index, SENTINEL)
-    return index.sort(-1).values, count.int()
+
+    def cut(keys: Tensor, threshold: Tensor, cap: Tensor) -> tuple[Tensor, Tensor]:
+        bits = (keys >> 31) & _INDEX
+        mass = (bits.int().view(torch.float32).double() * MASS_UNIT).round().long()
+        reached = mass.cumsum(-1)  # exact: integers
+        # All entries before the one that reaches the threshold, and that one.
+        count = (reached < threshold[:, None]).sum(-1) + 1  # [B, H]
+        count = torch.minimum(count.clamp(num_forced, keys.shape[-1]), cap)
+        index = (_INDEX - (keys & _INDEX)).int()
+        rank = torch.arange(keys.shape[-1], device=keys.device)
+        index = torch.where(rank < count[..., None], index, SENTINEL)
+        return index.sort(-1).values, count.int()
+
+    return fused(("cut", num_forced), cut, keys, budget.threshold, budget.cap)

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mtraining_flex.compat import fused
+
 # Padding behind the valid entries: larger than any position or block offset, and small
 # enough that adding a sequence length to it stays inside int32.
 SENTINEL = 2**30
@@ -104,9 +106,12 @@ def slash_bitmap(pattern: VerticalSlash, num_blocks: int) -> Tensor:
     The first half stands for the future, offsets -NB to -1, and is False: a lookup needs
     no clamp.
     """
-    slash = pattern.slash.contiguous()
-    offsets = torch.arange(num_blocks, dtype=torch.int32, device=slash.device)
-    offsets = offsets.expand(*slash.shape[:2], num_blocks).contiguous()
-    place = torch.searchsorted(slash, offsets).clamp(max=slash.shape[-1] - 1)
-    kept = slash.gather(-1, place) == offsets  # [B, H, NB]
-    return torch.cat([torch.zeros_like(kept), kept], -1)
+
+    def call(slash: Tensor) -> Tensor:
+        offsets = torch.arange(num_blocks, dtype=torch.int32, device=slash.device)
+        offsets = offsets.expand(*slash.shape[:2], num_blocks).contiguous()
+        place = torch.searchsorted(slash, offsets).clamp(max=slash.shape[-1] - 1)
+        kept = slash.gather(-1, place) == offsets  # [B, H, NB]
+        return torch.cat([torch.zeros_like(kept), kept], -1)
+
+    return fused(("slash_bitmap", num_blocks), call, pattern.slash.contiguous())

@@ -25,17 +25,18 @@ from torch import Tensor
 
 from mtraining_flex.block_mask import (
     StepMask,
-    padded_columns,
+    pad_columns,
     slash_step,
     vertical_step,
 )
+from mtraining_flex.compat import fused
 from mtraining_flex.counters import recorder
 from mtraining_flex.layout import Layout
 from mtraining_flex.pattern.types import SENTINEL, VerticalSlash, slash_bitmap
 from mtraining_flex.ring.comm import Comm
-from mtraining_flex.ring.merge import merge, start
+from mtraining_flex.ring.merge import compute_dtype, merge, start
 from mtraining_flex.ring.schedule import ring_sources
-from mtraining_flex.ring.step import Step, compute_dtype
+from mtraining_flex.ring.step import Step
 
 
 @dataclass(frozen=True)
@@ -60,30 +61,29 @@ def forward(
         layer: under which the executed blocks are counted.
 
     Returns:
-        out `[B, H, S_local, D]` and natural lse `[B, H, S_local]`, both fp32 (fp64).
+        out `[B, H, S_local, D]` in q's dtype, natural lse `[B, H, S_local]` in fp32
+        (fp64 for fp64).
     """
     masks = _Masks(ring, q, pattern)
-    columns = _gather_columns(ring, torch.stack([k, v]), q.shape[1], pattern)
+    kv = torch.stack([k, v])
+    columns = _gather_columns(ring, kv, q.shape[1], pattern)
     recorder.add_pattern(layer, pattern, ring.layout)
     counter = recorder.new_counter(q, ring.comm.size)
-    out, lse = None, None
-    for number, source, kv in _rotate(ring, torch.stack([k, v])):
+    result = _Result(q.dtype, parts=_num_parts(ring, columns))
+    for number, source, (k, v) in _rotate(ring, kv):
         if ring.layout.is_causally_empty(ring.comm.rank, source):
             continue
         mask = masks.slash(source)
         if counter is not None:
             counter.count(number, mask.tables)
-        part = ring.step.forward(q, kv[0], kv[1], mask, ring.scale)
-        out, lse = _fold(out, lse, *part)
+        result.fold(*ring.step.forward(q, k, v, mask, ring.scale))
     if columns is not None:
         mask = masks.vertical()
         if counter is not None:
             counter.count(-1, mask.tables)
-        part = ring.step.forward(q, columns[0], columns[1], mask, ring.scale)
-        out, lse = _fold(out, lse, *part)
-    assert out is not None and lse is not None, "own keys are never causally empty"
+        result.fold(*ring.step.forward(q, *columns, mask, ring.scale))
     recorder.add_executed(layer, counter, ring.layout)
-    return out, lse
+    return result.out, result.lse
 
 
 def backward(
@@ -96,29 +96,91 @@ def backward(
     lse: Tensor,
     pattern: VerticalSlash,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv of `forward`, in fp32 (fp64), from its out and lse."""
+    """dq in q's dtype and dk, dv in fp32 (fp64) of `forward`, from its out and lse."""
     masks = _Masks(ring, q, pattern)
     kv = torch.stack([k, v])
     columns = _gather_columns(ring, kv, q.shape[1], pattern)
-    dq = torch.zeros(q.shape, dtype=compute_dtype(q.dtype), device=q.device)
-    home = _Homebound(ring, kv.to(dq.dtype, copy=False))
+    dq = _Sum(q.dtype, parts=_num_parts(ring, columns))
+    home = _Homebound(ring, kv)
     for _, source, (k, v) in _rotate(ring, kv):
         dkv = None
         if not ring.layout.is_causally_empty(ring.comm.rank, source):
             dq_step, *dkv = ring.step.backward(
                 dout, q, k, v, out, lse, masks.slash(source), ring.scale
             )
-            dq += dq_step
+            dq.add(dq_step)
         home.add(source, dkv)
     dkv_own = home.arrive()
     if columns is not None:
         dq_step, dk_columns, dv_columns = ring.step.backward(
-            dout, q, columns[0], columns[1], out, lse, masks.vertical(), ring.scale
+            dout, q, *columns, out, lse, masks.vertical(), ring.scale
         )
-        dq += dq_step
-        grads = torch.stack([dk_columns, dv_columns]).to(dq.dtype)
+        dq.add(dq_step)
+        grads = torch.stack([dk_columns, dv_columns]).to(dkv_own.dtype)
         _scatter_columns(ring, dkv_own, ring.comm.all_reduce(grads), pattern)
-    return dq, dkv_own[0], dkv_own[1]
+    return dq.total, dkv_own[0], dkv_own[1]
+
+
+def _num_parts(ring: Ring, columns: Tensor | None) -> int:
+    """How many steps compute something; their own keys are never empty."""
+    rank, size = ring.comm.rank, ring.comm.size
+    steps = sum(not ring.layout.is_causally_empty(rank, p) for p in range(size))
+    return steps + (columns is not None)
+
+
+class _Result:
+    """The running out and lse. fp32 in between, q's dtype with the last part."""
+
+    def __init__(self, dtype: torch.dtype, parts: int):
+        self.dtype, self.left = dtype, parts
+        self._out: Tensor | None = None
+        self._lse: Tensor | None = None
+
+    def fold(self, out: Tensor, lse: Tensor) -> None:
+        self.left -= 1
+        last = self.left == 0
+        dtype = self.dtype if last else compute_dtype(self.dtype)
+        if self._out is not None and self._lse is not None:
+            out, lse = merge(self._out, self._lse, out, lse, dtype)
+        elif last:
+            out, lse = start(out, lse, dtype)
+        self._out, self._lse = out, lse
+
+    @property
+    def out(self) -> Tensor:
+        assert self._out is not None and self.left == 0
+        return self._out
+
+    @property
+    def lse(self) -> Tensor:
+        assert self._lse is not None and self.left == 0
+        return self._lse
+
+
+class _Sum:
+    """A sum of parts. fp32 in between, `dtype` with the last part."""
+
+    def __init__(self, dtype: torch.dtype, parts: int):
+        self.dtype, self.left = dtype, parts
+        self._total: Tensor | None = None
+
+    def add(self, part: Tensor) -> None:
+        self.left -= 1
+        if self._total is None:
+            self._total = part if self.left else part.to(self.dtype)
+            return
+        dtype = self.dtype if self.left == 0 else compute_dtype(self.dtype)
+
+        def call(total: Tensor, part: Tensor) -> Tensor:
+            wide = compute_dtype(part.dtype)
+            return (total.to(wide) + part.to(wide)).to(dtype)
+
+        self._total = fused(("sum", dtype), call, self._total, part)
+
+    @property
+    def total(self) -> Tensor:
+        assert self._total is not None and self.left == 0
+        return self._total
 
 
 class _Masks:
@@ -136,14 +198,6 @@ class _Masks:
     def vertical(self) -> StepMask:
         layout, rank = self.ring.layout, self.ring.comm.rank
         return vertical_step(self.pattern, self.bitmap, layout, rank, self.heads)
-
-
-def _fold(
-    out: Tensor | None, lse: Tensor | None, step_out: Tensor, step_lse: Tensor
-) -> tuple[Tensor, Tensor]:
-    if out is None or lse is None:
-        return start(step_out, step_lse)
-    return merge(out, lse, step_out, step_lse)
 
 
 def _rotate(ring: Ring, kv: Tensor) -> Iterator[tuple[int, int, Tensor]]:
@@ -171,9 +225,10 @@ class _Homebound:
     def __init__(self, ring: Ring, like: Tensor):
         self.ring = ring
         self.transfer = None
-        self.sum = torch.zeros_like(like)
-        if ring.rotation == "allgather":
-            self.sum = like.new_zeros(ring.comm.size, *like.shape)
+        everyone = (ring.comm.size,) if ring.rotation == "allgather" else ()
+        self.sum = like.new_zeros(
+            *everyone, *like.shape, dtype=compute_dtype(like.dtype)
+        )
 
     def add(self, source: int, dkv: list[Tensor] | None) -> None:
         """Add this rank's part for the keys of `source`, and send the sum on."""
@@ -199,7 +254,7 @@ class _Homebound:
 
 def _own_columns(ring: Ring, pattern: VerticalSlash) -> tuple[Tensor, Tensor]:
     """Local index of each column, and whether this rank owns it: [B, H, J g]."""
-    positions = padded_columns(pattern, ring.layout.granularity)
+    positions = pad_columns(pattern.vertical, ring.layout.granularity)
     index, owned = ring.layout.local_index(positions, ring.comm.rank)
     return index.long(), owned & (positions < SENTINEL)
 

@@ -7,8 +7,6 @@ gradient. The backward of the ring is an operator of its own, since autograd ins
 custom operator fails.
 """
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 
@@ -21,7 +19,8 @@ from mtraining_flex.pattern.types import VerticalSlash
 from mtraining_flex.ring import drive
 from mtraining_flex.ring.backends import resolve_backend
 from mtraining_flex.ring.comm import Comm, resolve
-from mtraining_flex.ring.step import compute_dtype, get_step
+from mtraining_flex.ring.merge import compute_dtype
+from mtraining_flex.ring.step import get_step
 
 
 def _layout(q: Tensor, comm: Comm, layout: str, granularity: int) -> Layout:
@@ -50,14 +49,14 @@ def _ring(
     )
 
 
-def _on_device(like: Tensor, *numbers: Tensor) -> list[Tensor]:
-    """Small constant CPU tensors, copied to the device once and kept."""
-    return [_constant(tuple(x.tolist()), like.device) for x in numbers]
+def _laid_out_like(x: Tensor, like: Tensor) -> Tensor:
+    """x with the strides that `empty_like(like)` has, as the fake operators promise.
 
-
-@lru_cache(maxsize=4096)
-def _constant(values: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.tensor(values, device=device)
+    The kernels write them so (a model's q is token-major), and nothing is copied.
+    """
+    if x.stride() == torch.empty_like(like, device="meta").stride():
+        return x
+    return torch.empty_like(like, dtype=x.dtype).copy_(x)
 
 
 @torch.library.custom_op("mtraining::search_pattern", mutates_args=())
@@ -86,9 +85,9 @@ def search_pattern(
     """
     ring = resolve(comm)
     budget = LayerBudget(
-        Budget(*_on_device(q, vertical_threshold, vertical_cap)),
-        Budget(*_on_device(q, slash_threshold, slash_cap)),
-    )
+        Budget(vertical_threshold, vertical_cap),
+        Budget(slash_threshold, slash_cap),
+    ).to(q.device)
     options = SearchOptions(
         max_vertical, max_slash, probe_rows, sink, local_window, scale
     )
@@ -146,13 +145,13 @@ def ring_attention(
     ring = _ring(q, comm, layout, granularity, rotation, backend, scale)
     pattern = VerticalSlash(slash, num_slash, vertical, num_vertical)
     out, lse = drive.forward(ring, q, k, v, pattern, int(layer))
-    return out.to(q.dtype).contiguous(), lse.contiguous()
+    return _laid_out_like(out, q), lse.contiguous()
 
 
 @ring_attention.register_fake
 def _(q, k, v, *args):
     lse = q.new_empty(q.shape[:3], dtype=compute_dtype(q.dtype))
-    return q.new_empty(q.shape), lse
+    return torch.empty_like(q), lse
 
 
 @torch.library.custom_op("mtraining::ring_attention_backward", mutates_args=())
@@ -180,12 +179,12 @@ def ring_attention_backward(
     dq, dk, dv = drive.backward(ring, dout, q, k, v, out, lse, pattern)
     # dk and dv are halves of one tensor, which an operator's results must not be.
     dk, dv = dk.to(k.dtype, copy=True), dv.to(v.dtype, copy=True)
-    return dq.to(q.dtype), dk, dv
+    return _laid_out_like(dq, q), dk.contiguous(), dv.contiguous()
 
 
 @ring_attention_backward.register_fake
 def _(dout, q, k, v, *args):
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    return torch.empty_like(q), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def _setup_context(ctx, inputs, output) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from mtraining_flex.block_mask import MASKS, StepMask
+from mtraining_flex.ring.merge import compute_dtype
 
 # Logits of eager math at a time, over all heads.
 _EAGER_LOGITS = 2**20
@@ -49,14 +50,9 @@ def get_step(backend: str) -> Step:
     """The step of a resolved backend ("auto" is resolved by `attention`)."""
     if backend == "eager":
         return EagerStep()
-    from mtraining_flex.compat import FlexStep
+    from mtraining_flex.ring.flex_step import FlexStep
 
     return FlexStep(backend)
-
-
-def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """fp64 stays, everything else is accumulated in fp32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 class EagerStep:

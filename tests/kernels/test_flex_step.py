@@ -16,6 +16,7 @@ from mtraining_flex.config import SparseAttention
 from mtraining_flex.layout import build_layout
 from mtraining_flex.pattern import find_pattern, pack_pattern
 from mtraining_flex.pattern.types import slash_bitmap
+from mtraining_flex.ring import flex_step, ops
 from mtraining_flex.ring.backends import resolve_backend
 from mtraining_flex.ring.merge import merge, start
 from mtraining_flex.ring.simulate import run_ranks
@@ -47,13 +48,18 @@ def test_one_graph_serves_every_pair_of_ranks(uncompiled, layout_name):
             q, dout = torch.randn(2, 1, 4, 256, 16)
             k, v = torch.randn(2, 1, kv_heads, mask.kv_len, 16)
             out, lse = eager.forward(q, k, v, mask, 0.25)
-            got_out, got_lse = compat._forward("TRITON", q, k, v, mask, 0.25)
+            got_out, got_lse = flex_step._forward("TRITON", q, k, v, mask, 0.25)
             torch.testing.assert_close(got_out, out, atol=1e-5, rtol=1e-5)
             torch.testing.assert_close(
-                got_lse * compat.LN2, lse.float(), atol=1e-5, rtol=1e-5
+                got_lse * flex_step.LSE_UNIT["TRITON"],
+                lse.float(),
+                atol=1e-5,
+                rtol=1e-5,
             )
             args = (q, k, v, out)
-            got = compat._backward("TRITON", dout, *args, lse / compat.LN2, mask, 0.25)
+            got = flex_step._backward(
+                "TRITON", dout, *args, lse / flex_step.LSE_UNIT["TRITON"], mask, 0.25
+            )
             want = eager.backward(dout, *args, lse, mask, 0.25)
             for a, b in zip(got, want, strict=True):
                 torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
@@ -61,11 +67,11 @@ def test_one_graph_serves_every_pair_of_ranks(uncompiled, layout_name):
 
 
 def test_wrong_lse_unit_is_refused(uncompiled, monkeypatch):
-    monkeypatch.setitem(compat.LSE_UNIT, "TRITON", 1.0)
-    compat.check_lse_unit.cache_clear()
+    monkeypatch.setitem(flex_step.LSE_UNIT, "TRITON", 1.0)
+    flex_step.check_lse_unit.cache_clear()
     with pytest.raises(RuntimeError, match="expected unit"):
-        compat.check_lse_unit("TRITON", torch.device("cpu"), torch.float32, 16)
-    compat.check_lse_unit.cache_clear()
+        flex_step.check_lse_unit("TRITON", torch.device("cpu"), torch.float32, 16)
+    flex_step.check_lse_unit.cache_clear()
 
 
 # --- on a GPU -------------------------------------------------------------------------
@@ -212,20 +218,27 @@ def test_simulated_ring(backend, layout_name):
     layout = build_layout(layout_name, 8192, 4, 128)
 
     def rank(comm):
+        # The operators, from this rank's thread: autograd runs CUDA backwards on one
+        # thread, where ranks would wait for each other forever.
         index = layout.positions(comm.rank).cuda()
-        leaves = [x[:, :, index].detach().requires_grad_() for x in (q, k, v)]
-        out = sparse_attention(
-            *leaves, pattern, layout=layout, mesh=comm, backend=backend
+        q_r, k_r, v_r, dout_r = (x[:, :, index] for x in (q, k, v, dout))
+        ring = (comm.name, layout_name, 128, "ring", backend, 128**-0.5)
+        layer = torch.tensor(0)
+        found = pattern.tensors()
+        out, lse = ops.ring_attention(q_r, k_r, v_r, *found, layer, *ring)
+        grads = ops.ring_attention_backward(
+            dout_r, q_r, k_r, v_r, out, lse, *found, *ring
         )
-        # The engine runs CUDA backwards on one thread, where ranks would wait for each
-        # other forever: call the backward operator from this rank's thread.
-        return index, out.detach(), leaves
+        torch.cuda.synchronize()
+        return index, (out, *grads)
 
-    parts = run_ranks(4, rank)
-    got = torch.empty_like(expected[0])
-    for index, out, _ in parts:
-        got[:, :, index] = out.float()
-    close("out", got, expected[0], plain[0])
+    got = [torch.empty_like(x) for x in expected]
+    for index, parts in run_ranks(4, rank):
+        for whole, part in zip(got, parts, strict=True):
+            whole[:, :, index] = part.float()
+    names = ("out", "dq", "dk", "dv")
+    for name, a, b, p in zip(names, got, expected, plain, strict=True):
+        close(name, a, b, p)
 
 
 @pytest.mark.gpu
@@ -236,7 +249,7 @@ def test_halves_of_two_backends_merge():
     expected = fp32_rows(q, k, v, dout, pattern)[0]
     layout = build_layout("striped", 8192, 2, 128)
     bitmap = slash_bitmap(pattern, 64)
-    steps = [compat.FlexStep("flash"), compat.FlexStep("flex")]
+    steps = [flex_step.FlexStep("flash"), flex_step.FlexStep("flex")]
     out = lse = None
     rows = layout.positions(1).cuda()
     for source, step in enumerate(steps):

@@ -1,0 +1,145 @@
+"""A ring step on FlexAttention's compiled kernels, forward and backward.
+
+Both directions call the higher-order operators (`compat`), since only they take the
+global out and lse. What the kernels call lse differs: Triton templates write and want it
+in base 2, FLASH in base e (torch 2.11 and 2.13). `check_lse_unit` measures it on one tile
+before a backend is used; a surprise is an error, not a wrong gradient.
+"""
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mtraining_flex.block_mask import (
+    MASKS,
+    StepMask,
+    Tables,
+    build_block_mask,
+    slash_step,
+)
+from mtraining_flex.compat import compiled, flex_backward, flex_forward
+from mtraining_flex.layout import build_layout
+from mtraining_flex.pattern.types import dense_pattern, slash_bitmap
+
+# Natural units of one unit of a backend's lse.
+LSE_UNIT = {"TRITON": math.log(2.0), "FLASH": 1.0}
+
+
+class FlexStep:
+    """A ring step on FlexAttention's compiled kernels (see `ring.step.Step`).
+
+    `backend` "flex" takes the Triton templates throughout; "flash" takes FLASH for
+    slashes and Triton for the columns, whose lookups FLASH computes more slowly.
+    """
+
+    def __init__(self, backend: str):
+        assert backend in ("flex", "flash")
+        self.slash_kernels = "FLASH" if backend == "flash" else "TRITON"
+
+    def _kernels(self, mask: StepMask) -> str:
+        return self.slash_kernels if mask.kind == "slash" else "TRITON"
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: StepMask, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        kernels = self._kernels(mask)
+        check_lse_unit(kernels, q.device, q.dtype, q.shape[-1])
+        out, lse = _forward(kernels, q, k, v, mask, scale)
+        return out, lse * LSE_UNIT[kernels]
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        mask: StepMask,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        kernels = self._kernels(mask)
+        lse = lse / LSE_UNIT[kernels]
+        return _backward(kernels, dout, q, k, v, out, lse, mask, scale)
+
+
+def _mask_tuple(mask: StepMask, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
+    """The operators' form of a BlockMask; its mask function takes the buffers."""
+    return build_block_mask(
+        Tables(*tensors), mask.q_len, mask.kv_len, mask.granularity, MASKS[mask.kind]
+    ).as_tuple()
+
+
+def _forward(
+    kernels: str, q: Tensor, k: Tensor, v: Tensor, mask: StepMask, scale: float
+) -> tuple[Tensor, Tensor]:
+    """out, and lse in the kernels' unit."""
+
+    def call(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
+        block_mask = _mask_tuple(mask, rest[:8])
+        return flex_forward(kernels, q, k, v, block_mask, rest[8:], scale)
+
+    args = (q, k, v, *mask.tables.tensors(), *mask.buffers)
+    return compiled(("forward", kernels, mask.kind, scale), call, args)(*args)
+
+
+def _backward(
+    kernels: str,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: StepMask,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv; lse in the kernels' unit."""
+
+    def call(*args: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        block_mask = _mask_tuple(mask, args[6:14])
+        return flex_backward(kernels, *args[:6], block_mask, args[14:], scale)
+
+    args = (dout, q, k, v, out, lse, *mask.tables.tensors(), *mask.buffers)
+    return compiled(("backward", kernels, mask.kind, scale), call, args)(*args)
+
+
+@lru_cache(maxsize=32)
+def check_lse_unit(
+    kernels: str, device: torch.device, dtype: torch.dtype, head_dim: int
+) -> None:
+    """Measure the unit of lse of a backend on one tile.
+
+    Raises:
+        RuntimeError: it is not the unit that the ring expects.
+    """
+    pattern = dense_pattern(2, device)
+    mask = slash_step(
+        pattern,
+        slash_bitmap(pattern, 2),
+        build_layout("striped", 256, 1, 128),
+        0,
+        0,
+        (1, 1),
+    )
+    with torch.utils._python_dispatch._disable_current_modes():
+        generator = torch.Generator(device).manual_seed(0)
+        q, k, v = torch.randn(
+            3, 1, 1, 256, head_dim, generator=generator, device=device
+        ).to(dtype)
+        scale = head_dim**-0.5
+        _, lse = _forward(kernels, q, k, v, mask, scale)
+        logits = scale * q.double() @ k.double().mT
+        future = torch.ones(256, 256, dtype=torch.bool, device=device).triu(1)
+        expected = logits.masked_fill(future, -torch.inf).logsumexp(-1)
+        error = (lse.double() * LSE_UNIT[kernels] - expected).abs().max().item()
+    if not error < 0.02:
+        raise RuntimeError(
+            f"FlexAttention's {kernels} backend on torch {torch.__version__} does not "
+            f"give lse in the expected unit ({LSE_UNIT[kernels]:.4f} natural per unit): "
+            f"largest error {error:.3g}; results would be wrong"
+        )
