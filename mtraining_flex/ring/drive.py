@@ -65,12 +65,11 @@ def forward(
         (fp64 for fp64).
     """
     masks = _Masks(ring, q, pattern)
-    kv = torch.stack([k, v])
-    columns = _gather_columns(ring, kv, q.shape[1], pattern)
+    columns = _gather_columns(ring, k, v, q.shape[1], pattern)
     recorder.add_pattern(layer, pattern, ring.layout)
     counter = recorder.new_counter(q, ring.comm.size)
     result = _Result(q.dtype, parts=_num_parts(ring, columns))
-    for number, source, (k, v) in _rotate(ring, kv):
+    for number, source, k, v in _rotate(ring, k, v):
         if ring.layout.is_causally_empty(ring.comm.rank, source):
             continue
         mask = masks.slash(source)
@@ -98,11 +97,10 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq in q's dtype and dk, dv in fp32 (fp64) of `forward`, from its out and lse."""
     masks = _Masks(ring, q, pattern)
-    kv = torch.stack([k, v])
-    columns = _gather_columns(ring, kv, q.shape[1], pattern)
+    columns = _gather_columns(ring, k, v, q.shape[1], pattern)
     dq = _Sum(q.dtype, parts=_num_parts(ring, columns))
-    home = _Homebound(ring, kv)
-    for _, source, (k, v) in _rotate(ring, kv):
+    home = _Homebound(ring, k)
+    for _, source, k, v in _rotate(ring, k, v):
         dkv = None
         if not ring.layout.is_causally_empty(ring.comm.rank, source):
             dq_step, *dkv = ring.step.backward(
@@ -200,17 +198,23 @@ class _Masks:
         return vertical_step(self.pattern, self.bitmap, layout, rank, self.heads)
 
 
-def _rotate(ring: Ring, kv: Tensor) -> Iterator[tuple[int, int, Tensor]]:
-    """Step number, source rank and its keys and values `[2, B, HK, S, D]`."""
-    sources = ring_sources(ring.comm.rank, ring.comm.size)
+def _rotate(
+    ring: Ring, k: Tensor, v: Tensor
+) -> Iterator[tuple[int, int, Tensor, Tensor]]:
+    """Step number, source rank, and its keys and values `[B, HK, S, D]`."""
+    rank, size = ring.comm.rank, ring.comm.size
+    if size == 1:
+        yield 0, 0, k, v
+        return
+    kv = torch.stack([k, v])  # one transfer for both
     everyone = ring.comm.all_gather(kv) if ring.rotation == "allgather" else None
-    for number, source in enumerate(sources):
+    for number, source in enumerate(ring_sources(rank, size)):
         if everyone is not None:
-            yield number, source, everyone[source]
+            yield number, source, *everyone[source]
             continue
-        last = number == len(sources) - 1
+        last = number == size - 1
         transfer = None if last else ring.comm.hop("kv", kv)
-        yield number, source, kv
+        yield number, source, *kv
         if transfer is not None:
             kv = transfer.wait()
 
@@ -227,7 +231,7 @@ class _Homebound:
         self.transfer = None
         everyone = (ring.comm.size,) if ring.rotation == "allgather" else ()
         self.sum = like.new_zeros(
-            *everyone, *like.shape, dtype=compute_dtype(like.dtype)
+            *everyone, 2, *like.shape, dtype=compute_dtype(like.dtype)
         )
 
     def add(self, source: int, dkv: list[Tensor] | None) -> None:
@@ -260,7 +264,7 @@ def _own_columns(ring: Ring, pattern: VerticalSlash) -> tuple[Tensor, Tensor]:
 
 
 def _gather_columns(
-    ring: Ring, kv: Tensor, heads: int, pattern: VerticalSlash
+    ring: Ring, k: Tensor, v: Tensor, heads: int, pattern: VerticalSlash
 ) -> Tensor | None:
     """Keys and values of all kept columns, per query head: [2, B, H, J g, D].
 
@@ -270,10 +274,11 @@ def _gather_columns(
     if pattern.vertical.shape[-1] == 0:
         return None
     index, owned = _own_columns(ring, pattern)  # [B, H, J g]
-    batch, kv_heads = kv.shape[1:3]
-    b = torch.arange(batch, device=kv.device)[:, None, None]
-    h = torch.arange(heads, device=kv.device)[None, :, None] // (heads // kv_heads)
-    columns = kv[:, b, h, index.expand(batch, heads, -1)]
+    batch, kv_heads = k.shape[:2]
+    b = torch.arange(batch, device=k.device)[:, None, None]
+    h = torch.arange(heads, device=k.device)[None, :, None] // (heads // kv_heads)
+    index = index.expand(batch, heads, -1)
+    columns = torch.stack([k[b, h, index], v[b, h, index]])
     return ring.comm.all_reduce(columns * owned[..., None])
 
 

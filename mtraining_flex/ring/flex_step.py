@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from mtraining_flex.block_mask import (
-    MASKS,
     StepMask,
     Tables,
     build_block_mask,
@@ -70,7 +69,11 @@ class FlexStep:
 def _mask_tuple(mask: StepMask, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
     """The operators' form of a BlockMask; its mask function takes the buffers."""
     return build_block_mask(
-        Tables(*tensors), mask.q_len, mask.kv_len, mask.granularity, MASKS[mask.kind]
+        Tables(*tensors),
+        mask.q_len,
+        mask.kv_len,
+        mask.granularity,
+        mask.kernel_mask[0],
     ).as_tuple()
 
 
@@ -83,7 +86,7 @@ def _forward(
         block_mask = _mask_tuple(mask, rest[:8])
         return flex_forward(kernels, q, k, v, block_mask, rest[8:], scale)
 
-    args = (q, k, v, *mask.tables.tensors(), *mask.buffers)
+    args = (q, k, v, *mask.tables.tensors(), *mask.kernel_mask[1])
     return compiled(("forward", kernels, mask.kind, scale), call, args)(*args)
 
 
@@ -104,7 +107,7 @@ def _backward(
         block_mask = _mask_tuple(mask, args[6:14])
         return flex_backward(kernels, *args[:6], block_mask, args[14:], scale)
 
-    args = (dout, q, k, v, out, lse, *mask.tables.tensors(), *mask.buffers)
+    args = (dout, q, k, v, out, lse, *mask.tables.tensors(), *mask.kernel_mask[1])
     return compiled(("backward", kernels, mask.kind, scale), call, args)(*args)
 
 

@@ -68,6 +68,6 @@ def start(
 
 
 def _weigh(weight: Tensor, x: Tensor) -> Tensor:
-    """weight * x, and 0 where the weight is 0, whatever x is."""
+    """weight * x, and 0 where the weight is 0, whatever x is; in x's memory order."""
     weight = weight[..., None]
-    return torch.where(weight == 0, 0.0, weight * x.to(weight.dtype))
+    return (x.to(weight.dtype) * weight).masked_fill(weight == 0, 0.0)

@@ -11,14 +11,14 @@ import torch
 
 from mtraining_flex import compat
 from mtraining_flex.attention import sparse_attention
-from mtraining_flex.block_mask import slash_step, vertical_step
+from mtraining_flex.block_mask import MASKS, StepMask, slash_step, vertical_step
 from mtraining_flex.config import SparseAttention
 from mtraining_flex.layout import build_layout
 from mtraining_flex.pattern import find_pattern, pack_pattern
 from mtraining_flex.pattern.types import slash_bitmap
 from mtraining_flex.ring import flex_step, ops
 from mtraining_flex.ring.backends import resolve_backend
-from mtraining_flex.ring.merge import merge, start
+from mtraining_flex.ring.merge import merge
 from mtraining_flex.ring.simulate import run_ranks
 from mtraining_flex.ring.step import EagerStep
 
@@ -27,7 +27,9 @@ PATTERN = ([[[0, 2], [0, 1, 3], [0], [0, 1, 2, 3]]], [[[5, 200], [0], [], [1, 2,
 
 @pytest.fixture
 def uncompiled(monkeypatch):
-    """Run the traced graphs as they are."""
+    """Run the traced graphs as they are; they ignore tables, so with the whole truth."""
+    whole = property(lambda mask: (MASKS[mask.kind], mask.buffers))
+    monkeypatch.setattr(StepMask, "kernel_mask", whole)
     monkeypatch.setattr(compat, "_CACHE", {})
     monkeypatch.setattr(compat, "compile_graph", compat.trace_graph)
 
@@ -64,6 +66,40 @@ def test_one_graph_serves_every_pair_of_ranks(uncompiled, layout_name):
             for a, b in zip(got, want, strict=True):
                 torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
     assert len(compat._CACHE) == 4
+
+
+@pytest.mark.parametrize("layout_name", ["striped", "contiguous", "zigzag"])
+def test_kernel_mask_and_tables_are_the_truth(layout_name):
+    """Full blocks whole, partial blocks under the kernel's mask, nothing else."""
+    g, size = 8, 2
+    slashes = [[[0, 2, 3], [0], [1, 5], list(range(8))]]
+    pattern = pack_pattern(slashes, [[[5, 20], [0], [], [1, 60]]])
+    layout = build_layout(layout_name, 64, size, g)
+    bitmap = slash_bitmap(pattern, 8)
+    index = [torch.arange(n) for n in (1, 4, 32)]
+    b, h, q = index[0][:, None, None, None], index[1][:, None, None], index[2][:, None]
+    for q_rank in range(size):
+        masks = [
+            slash_step(pattern, bitmap, layout, q_rank, kv_rank, (1, 4))
+            for kv_rank in range(size)
+        ] + [vertical_step(pattern, bitmap, layout, q_rank, (1, 4))]
+        for mask in masks:
+            kv, tables = torch.arange(mask.kv_len), mask.tables
+            kernel_mask, buffers = mask.kernel_mask
+            blocks = torch.zeros(2, 1, 4, 4, mask.kv_len // g, dtype=torch.bool)
+            for kind, (num, idx) in enumerate(
+                (
+                    (tables.kv_num, tables.kv_idx),
+                    (tables.full_kv_num, tables.full_kv_idx),
+                )
+            ):
+                valid = torch.arange(idx.shape[-1]) < num[..., None]
+                for place in valid.nonzero().tolist():
+                    row = tuple(place[:3])
+                    blocks[(kind, *row, int(idx[tuple(place)]))] = True
+            partial, full = blocks.repeat_interleave(g, 3).repeat_interleave(g, 4)
+            executed = full | (partial & kernel_mask(b, h, q, kv, *buffers))
+            assert torch.equal(executed, mask.mask_mod(b, h, q, kv))
 
 
 def test_wrong_lse_unit_is_refused(uncompiled, monkeypatch):
@@ -246,19 +282,18 @@ def test_halves_of_two_backends_merge():
     """Keys of rank 0 by FLASH, of rank 1 by Triton: lse units agree."""
     gpu_backend("flash")
     q, k, v, dout, pattern = sparse_case(16, 2, 8192, 128)
-    expected = fp32_rows(q, k, v, dout, pattern)[0]
     layout = build_layout("striped", 8192, 2, 128)
     bitmap = slash_bitmap(pattern, 64)
     steps = [flex_step.FlexStep("flash"), flex_step.FlexStep("flex")]
-    out = lse = None
+    parts = []
     rows = layout.positions(1).cuda()
     for source, step in enumerate(steps):
         mask = slash_step(pattern, bitmap, layout, 1, source, (1, 16))
         keys = layout.positions(source).cuda()
-        part = step.forward(
-            q[:, :, rows], k[:, :, keys], v[:, :, keys], mask, 128**-0.5
+        parts.append(
+            step.forward(q[:, :, rows], k[:, :, keys], v[:, :, keys], mask, 128**-0.5)
         )
-        out, lse = start(*part) if out is None else merge(out, lse, *part)
+    out, _ = merge(*parts[0], *parts[1])
     only = pack_pattern(
         [[[x for x in h if x < 2**30] for h in b] for b in pattern.slash.tolist()],
         [[[] for _ in b] for b in pattern.slash.tolist()],
