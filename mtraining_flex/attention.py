@@ -215,7 +215,8 @@ class SparseAttention(nn.Module):
         ignored = [name for name, value in unsupported.items() if value]
         if ignored or not is_causal:
             raise ValueError(
-                f"sparse attention is causal and takes no {ignored or 'is_causal=False'}"
+                "sparse attention is causal and takes no "
+                f"{ignored or 'is_causal=False'}"
             )
         if isinstance(q, DTensor):
             return self._forward_dtensor(q, k, v, scale)
@@ -252,13 +253,16 @@ class SparseAttention(nn.Module):
     def _forward_dtensor(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float | None
     ) -> Tensor:
-        for name, x in (("q", q), ("k", k), ("v", v)):
-            if not isinstance(x, DTensor) or tuple(x.placements) != (Shard(2),):
-                raise ValueError(
-                    f"{name} must be a DTensor sharded on dimension 2 like q, got "
-                    f"{x.placements if isinstance(x, DTensor) else type(x)}"
-                )
+        local = [_local(name, x) for name, x in (("q", q), ("k", k), ("v", v))]
         assert isinstance(q, DTensor)
-        mesh, placements = q.device_mesh, q.placements
-        out = self.forward(*(x.to_local() for x in (q, k, v)), scale=scale)
-        return DTensor.from_local(out, mesh, placements, run_check=False)
+        out = self.forward(*local, scale=scale)
+        return DTensor.from_local(out, q.device_mesh, q.placements, run_check=False)
+
+
+def _local(name: str, x: Tensor) -> Tensor:
+    if not isinstance(x, DTensor) or tuple(x.placements) != (Shard(2),):
+        raise ValueError(
+            f"{name} must be a DTensor sharded on dimension 2 like q, got "
+            f"{x.placements if isinstance(x, DTensor) else type(x)}"
+        )
+    return x.to_local()

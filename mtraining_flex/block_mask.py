@@ -2,15 +2,15 @@
 
 Two kinds of step exist. A *slash step* meets this rank's queries with one rank's keys
 and computes the slashes between them. The *vertical step* meets them with the gathered
-columns and computes the verticals that no slash keeps. Each gets the four table pairs of
-FlexAttention's BlockMask (partial and full blocks, by query row and by key column) and a
-`mask_mod` that states the whole truth; the tables only index it, and a test holds the
-two equal.
+columns and computes the verticals that no slash keeps. Each gets the four table pairs
+of FlexAttention's BlockMask (partial and full blocks, by query row and by key column)
+and a `mask_mod` that states the whole truth; the tables only index it, and a test holds
+the two equal.
 
-Slash step. For two segments of a layout (`layout`) with first blocks s_q and s_k, stride
-w and n blocks each, local blocks a and b are `(a - b) w + s_q - s_k` blocks apart. A
-slash d is thus the local diagonal `t = (d - (s_q - s_k)) / w` if that divides, and none
-otherwise. With T the ascending local diagonals of a head,
+Slash step. For two segments of a layout (`layout`) with first blocks s_q and s_k,
+stride w and n blocks each, local blocks a and b are `(a - b) w + s_q - s_k` blocks
+apart. A slash d is thus the local diagonal `t = (d - (s_q - s_k)) / w` if that divides,
+and none otherwise. With T the ascending local diagonals of a head,
 
     row a     keeps  a - t  for  a - n < t <= a     a window of T
     column b  keeps  b + t  for  -b <= t < n - b    a window of T
@@ -19,8 +19,8 @@ so a table is a shifted copy of T: no sort per row and no [N, N] map. In the str
 layout t is never negative, and each window starts at 0. The diagonal block (d = 0) is
 the only partial one.
 
-Letters: N blocks per shard, NS columns of a slash table, J column blocks of the vertical
-step, NB global blocks, g granularity.
+Letters: N blocks per shard, NS columns of a slash table, J column blocks of the
+vertical step, NB global blocks, g granularity.
 """
 
 from collections.abc import Callable
@@ -81,8 +81,9 @@ class StepMask:
     def kernel_mask(self) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
         """What a kernel that obeys the tables must still look up, and its buffers.
 
-        It evaluates partial blocks only. In a slash step those are kept diagonal blocks,
-        where causality is all that is left of the truth (5 to 8 % of the time on H200).
+        It evaluates partial blocks only. In a slash step those are kept diagonal
+        blocks, where causality is all that is left of the truth (5 to 8 % of the time
+        on H200).
         """
         if self.kind == "slash":
             return diagonal_mask, ()
@@ -211,8 +212,8 @@ def vertical_step(
     """The verticals for the queries of one rank, against the gathered columns.
 
     Columns are ascending, so a query block sees a prefix of column blocks and a column
-    block is seen by a suffix of query blocks. All blocks are partial: a column is dropped
-    wherever a slash keeps its block.
+    block is seen by a suffix of query blocks. All blocks are partial: a column is
+    dropped wherever a slash keeps its block.
     """
     g, device = layout.granularity, pattern.vertical.device
     q_pos, q_row = _positions(layout, q_rank, device, shift=layout.num_blocks)

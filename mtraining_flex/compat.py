@@ -2,11 +2,12 @@
 
 Tested on torch 2.11 (CUDA 13, H200) and 2.13 (CPU).
 
-* `context_parallel_shard`: torch's own sharding of a batch, with our order. Only tensors
-  go through it: it rebuilds a BlockMask from its `mask_mod` and loses the block lists.
-* `compiled`, `fused`: a function of tensors traced by `make_fx` and compiled by Inductor,
-  once for its shapes. Not by `torch.compile`: nothing here can recompile, fall back to
-  eager, or be guarded, and a GPU step costs no guard evaluation.
+* `context_parallel_shard`: torch's own sharding of a batch, with our order. Only
+  tensors go through it: it rebuilds a BlockMask from its `mask_mod` and loses the block
+  lists.
+* `compiled`, `fused`: a function of tensors traced by `make_fx` and compiled by
+  Inductor, once for its shapes. Not by `torch.compile`: nothing here can recompile,
+  fall back to eager, or be guarded, and a GPU step costs no guard evaluation.
 * `flex_forward`, `flex_backward`: FlexAttention's higher-order operators. The public
   function has no backward from a *global* out and lse.
 """
@@ -39,7 +40,7 @@ def context_parallel_shard(
     mesh: DeviceMesh, buffers: Sequence[Tensor], order: Tensor
 ) -> tuple[Tensor, ...]:
     """This rank's part of `[B, S]` tensors, permuted by `order` [1, S] before."""
-    shards = _context_parallel_shard(
+    shards: Any = _context_parallel_shard(
         mesh, tuple(buffers), tuple(1 for _ in buffers), _FixedOrder(order)
     )
     return tuple(shards)
@@ -171,7 +172,8 @@ def compile_graph(
     # A dispatch mode of the caller (selective checkpointing) is not part of the graph.
     with torch.utils._python_dispatch._disable_current_modes():
         args = tuple(a.detach() for a in args)
-        return compile_fx(trace_graph(call, args), list(args))
+        graph: Any = compile_fx(trace_graph(call, args), list(args))
+        return graph
 
 
 def trace_graph(

@@ -232,9 +232,9 @@ def validate_job(job_config: Any, world_size: int) -> Layout:
         )
     if replicate > 1 and shard * cp == 1:
         raise ValueError(
-            f"parallelism.data_parallel_replicate_degree ({replicate}) without sharding "
-            f"(data_parallel_shard_degree * context_parallel_degree = {shard * cp}) is "
-            "plain DDP, which would halve gradients here: use "
+            f"parallelism.data_parallel_replicate_degree ({replicate}) without "
+            "sharding (data_parallel_shard_degree * context_parallel_degree = "
+            f"{shard * cp}) is plain DDP, which would halve gradients here: use "
             "data_parallel_shard_degree"
         )
     batch = training.local_batch_size * replicate * shard
@@ -281,7 +281,7 @@ def job_layout(job_config: Any, seq_len: int, setting: str) -> Layout:
     ):
         if getattr(sparse, name) > bound:
             raise ValueError(
-                f"sparse_attention.{name} ({getattr(sparse, name)}) must not exceed the "
-                f"{unit} of {setting} ({bound})"
+                f"sparse_attention.{name} ({getattr(sparse, name)}) must not exceed "
+                f"the {unit} of {setting} ({bound})"
             )
     return layout

@@ -29,13 +29,7 @@ from mtraining_flex.pattern.quality import density
 from mtraining_flex.pattern.types import VerticalSlash
 from mtraining_flex.ring.comm import Comm
 
-PATTERN_METRICS = (
-    "density",
-    "recall",
-    "block_density",
-    "vertical_count",
-    "slash_count",
-)
+PATTERN_METRICS = ("density", "recall", "vertical_count", "slash_count")
 
 
 class Recorder:
@@ -111,8 +105,9 @@ class Recorder:
                 metrics["sparse/block_density"].append(share)
         self.clear()
         result = {name: sum(v) / len(v) for name, v in metrics.items()}
-        for name, values in metrics.items():
-            result |= {f"{name}/layer_{i}": x for i, x in zip(layers, values)}
+        for name, each in metrics.items():
+            by_layer = zip(layers, each, strict=True)
+            result |= {f"{name}/layer_{i}": value for i, value in by_layer}
         return result
 
 

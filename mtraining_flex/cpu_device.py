@@ -1,13 +1,14 @@
 """Let torchtitan be imported and run where there is no accelerator.
 
 torchtitan 0.2.2 takes its device type and module once, at import, and knows no CPU.
-`install()` must therefore run before torchtitan is first imported: importing this package
-does it. On a machine with a GPU it changes nothing.
+`install()` must therefore run before torchtitan is first imported: importing this
+package does it. On a machine with a GPU it changes nothing.
 """
 
 import os
 import sys
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -60,17 +61,15 @@ def install() -> None:
     """
     if torch.accelerator.is_available() or "torchtitan.tools.utils" in sys.modules:
         return
-    if getattr(torch._utils, "_mtraining_flex_cpu", False):
-        return
     module = _cpu_module()
-    get_device_module = torch._utils._get_device_module
+    utils: Any = torch._utils
+    get_device_module = utils._get_device_module
     # Two attributes of torch, not of torchtitan: no file is edited, and each keeps its
     # meaning for every other device.
-    torch._utils._get_available_device_type = lambda: "cpu"
-    torch._utils._get_device_module = lambda device_type: (
+    utils._get_available_device_type = lambda: "cpu"
+    utils._get_device_module = lambda device_type: (
         module if device_type == "cpu" else get_device_module(device_type)
     )
-    torch._utils._mtraining_flex_cpu = True
 
 
 def check() -> None:
@@ -86,6 +85,6 @@ def check() -> None:
     if device_type != expected:
         raise RuntimeError(
             f"torchtitan was imported before mtraining_flex and took device type "
-            f"'{device_type}', but this machine has '{expected}': import mtraining_flex "
-            "first"
+            f"'{device_type}', but this machine has '{expected}': import "
+            "mtraining_flex first"
         )

@@ -134,8 +134,8 @@ def build_layout(name: str, seq_len: int, cp_size: int, granularity: int) -> Lay
     if seq_len < cycle:
         raise ValueError(
             f"cp_size ({cp_size}) gives more ranks than blocks: seq_len ({seq_len}) "
-            f"holds {seq_len // granularity} blocks of {granularity} tokens and must be "
-            f"at least {factor} ({product})"
+            f"holds {seq_len // granularity} blocks of {granularity} tokens and must "
+            f"be at least {factor} ({product})"
         )
     if seq_len % cycle:
         raise ValueError(

@@ -23,6 +23,8 @@ from mtraining_flex.ring.comm import comm_for
 class SparseMetricsProcessor(MetricsProcessor):
     """torchtitan's processor, and what the attention counted on the device."""
 
+    num_flops_per_token: int
+
     def __init__(
         self, job_config: JobConfig, parallel_dims: ParallelDims, model_args: Any
     ):
@@ -33,7 +35,7 @@ class SparseMetricsProcessor(MetricsProcessor):
         self._valid: Tensor | None = None
 
     def add_loss(self, loss_sum: Tensor, labels: Tensor) -> None:
-        """Note this rank's loss sum over its own labels; for the largest rank's mean."""
+        """Note this rank's loss sum over its labels, for the largest rank's mean."""
         valid = (labels != IGNORE_INDEX).sum()
         loss_sum = loss_sum.detach()
         self._loss_sum = (

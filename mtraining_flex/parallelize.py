@@ -2,8 +2,8 @@
 
     sparse ring attention -> activation checkpointing -> torch.compile -> FSDP2
 
-`RingContextParallel` is the first of these as a `ParallelStyle`, for the attention module
-of any model; `parallelize` is the whole, as torchtitan's train spec wants it.
+`RingContextParallel` is the first of these as a `ParallelStyle`, for the attention
+module of any model; `parallelize` is the whole, as torchtitan's train spec wants it.
 """
 
 import dataclasses
@@ -40,13 +40,15 @@ _RING = torch.ops.mtraining.ring_attention.default
 class RingContextParallel(ParallelStyle):
     """Give the sparse ring to an attention module.
 
-    The module is one that is called with q `[B, H, S, D]` and k, v `[B, HK, S, D]`, after
-    RoPE with true positions: local shards in the layout's order, or DTensors sharded on
-    dimension 2. It returns the same kind. A `SparseAttention` is told its layout; any
-    other module has its `forward` replaced, and what it cannot honour (masks, dropout)
-    is refused when called. Applied to several modules, it numbers them as layers.
+    The module is one that is called with q `[B, H, S, D]` and k, v `[B, HK, S, D]`,
+    after RoPE with true positions: local shards in the layout's order, or DTensors
+    sharded on dimension 2. It returns the same kind. A `SparseAttention` is told its
+    layout; any other module has its `forward` replaced, and what it cannot honour
+    (masks, dropout) is refused when called. Applied to several modules, it numbers them
+    as layers.
 
-        parallelize_module(block.attention, cp_mesh, RingContextParallel(config, layout))
+        style = RingContextParallel(config, layout)
+        parallelize_module(block.attention, cp_mesh, style)
 
     Args:
         config: the `[sparse_attention]` section.
@@ -118,7 +120,7 @@ def parallelize(
 
 
 def apply_sparse_attention(
-    model: nn.Module, parallel_dims: ParallelDims, job_config: Any
+    model: Any, parallel_dims: ParallelDims, job_config: Any
 ) -> None:
     """Tell every layer's attention its policy, its layouts and its ring.
 
@@ -129,7 +131,8 @@ def apply_sparse_attention(
     sparse, ring = job_config.sparse_attention, job_config.ring
     layouts = [validate_job(job_config, parallel_dims.world_size)]
     if job_config.validation.enable:
-        other = job_layout(job_config, job_config.validation.seq_len, "validation")
+        setting = "validation.seq_len"
+        other = job_layout(job_config, job_config.validation.seq_len, setting)
         layouts += [other] if other not in layouts else []
     mesh = parallel_dims.get_optional_mesh("cp")
     modules = attention_modules(model)
@@ -155,7 +158,7 @@ def apply_sparse_attention(
     logger.info(f"Attention backend '{backend}': {reason}")
 
 
-def attention_modules(model: nn.Module) -> list[SparseAttention]:
+def attention_modules(model: Any) -> list[SparseAttention]:
     """The inner attention of each layer, in order.
 
     Raises:
@@ -176,8 +179,8 @@ def attention_modules(model: nn.Module) -> list[SparseAttention]:
 def apply_checkpointing(model: nn.Module, job_config: Any, compile_model: bool) -> None:
     """Activation checkpointing that never searches again.
 
-    "selective" saves the results of search and ring, and torchtitan's list of operators;
-    "full" recomputes everything but the search.
+    "selective" saves the results of search and ring, and torchtitan's list of
+    operators; "full" recomputes everything but the search.
 
     Raises:
         ValueError: a mode in which the search would be recomputed.
@@ -237,7 +240,7 @@ def _fsdp_modules(model: nn.Module) -> Iterable[FSDPModule]:
     return (m for m in model.modules() if isinstance(m, FSDPModule))
 
 
-def _fsdp_tied(model: nn.Module, mesh: DeviceMesh, job_config: Any) -> None:
+def _fsdp_tied(model: Any, mesh: DeviceMesh, job_config: Any) -> None:
     """As torchtitan's `apply_fsdp`, with the tied weight in one group.
 
     The embedding is used first and last, so its group stays gathered in between unless

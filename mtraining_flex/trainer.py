@@ -27,8 +27,8 @@ class SparseTrainer(Trainer):
         spec = get_train_spec(job_config.model.name)
         if spec.parallelize_fn is not parallelize:
             raise ValueError(
-                f"model.name ('{job_config.model.name}') is not a model of this recipe: "
-                "use 'mtraining_llama3' or 'mtraining_qwen2'"
+                f"model.name ('{job_config.model.name}') is not a model of this "
+                "recipe: use 'mtraining_llama3' or 'mtraining_qwen2'"
             )
         if job_config.model.flavor not in spec.model_args:
             raise ValueError(

@@ -66,16 +66,17 @@ class SparseValidator(BaseValidator):
         with recorder.recording(False):
             while steps == -1 or done < steps:
                 batch = next(batches, None)
-                if not self._all_have(batch):
+                if not self._all_have(batch is not None):
                     break
+                assert batch is not None
                 loss, count = self._batch_loss(model, *batch)
                 loss_sum += loss
                 valid += count
                 done += 1
         if done == 0:
             raise ValueError(
-                f"validation.seq_len ({self.layout.seq_len}) leaves some rank without a "
-                f"single batch of validation.local_batch_size "
+                f"validation.seq_len ({self.layout.seq_len}) leaves some rank without "
+                f"a single batch of validation.local_batch_size "
                 f"({self.job_config.validation.local_batch_size}) sequences"
             )
         mesh = self.parallel_dims.get_optional_mesh("loss")
@@ -83,12 +84,12 @@ class SparseValidator(BaseValidator):
         self.metrics_processor.log_validation(loss=total / count, step=step)
         model.train()
 
-    def _all_have(self, batch: Any) -> bool:
+    def _all_have(self, one: bool) -> bool:
         """Whether every rank still has data."""
         if not self.parallel_dims.dp_enabled:
-            return batch is not None
+            return one
         group = self.parallel_dims.get_mesh("batch").get_group()
-        have = torch.tensor(batch is not None, dtype=torch.int32, device=device_type)
+        have = torch.tensor(one, dtype=torch.int32, device=device_type)
         dist.all_reduce(have, op=dist.ReduceOp.MIN, group=group)
         return bool(have.item())
 

@@ -4,8 +4,8 @@
 
 Checks each backend against an fp32 reference first and prints no speed if it is wrong.
 Times are medians of CUDA events in ms; TFLOP/s count kept pairs only (4 D each forward,
-10 D backward). "slash" is the slash step alone, "all" the whole operator: masks, columns,
-slash step, vertical step and merge.
+10 D backward). "slash" is the slash step alone, "all" the whole operator: masks,
+columns, slash step, vertical step and merge.
 """
 
 import argparse
@@ -87,8 +87,8 @@ def check(args: argparse.Namespace, backend: str) -> dict[str, float]:
     pattern = uniform_pattern(args.heads, 4096, 0.2, min(args.verticals, 300)).to(
         "cuda"
     )
-    leaves = [x.float().requires_grad_() for x in (q, k, v)]
-    expected_out, _ = reference_attention(*leaves, pattern, GRANULARITY)
+    leaves = q32, k32, v32 = [x.float().requires_grad_() for x in (q, k, v)]
+    expected_out, _ = reference_attention(q32, k32, v32, pattern, GRANULARITY)
     expected = torch.autograd.grad(expected_out, leaves, dout.float())
     out, lse = forward(q, k, v, pattern, backend)
     grads = backward(dout, q, k, v, out, lse, pattern, backend)
@@ -195,12 +195,13 @@ def time_backend(
         ring = drive.Ring(layout, resolve("local"), "ring", step, scale)
         columns = drive._gather_columns(ring, k, v, args.heads, pattern)
         assert columns is not None
+        keys, values = columns
         mask = vertical_step(pattern, bitmap, layout, 0, heads)
         times["vertical_forward"] = median_ms(
-            lambda: step.forward(q, *columns, mask, scale)
+            lambda: step.forward(q, keys, values, mask, scale)
         )
         times["vertical_backward"] = median_ms(
-            lambda: step.backward(dout, q, *columns, out, lse, mask, scale)
+            lambda: step.backward(dout, q, keys, values, out, lse, mask, scale)
         )
     return times
 
@@ -275,9 +276,9 @@ def main() -> None:
 
     print(
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, "
-        f"Python {platform.python_version()}, bf16, {args.heads}/{args.kv_heads} heads, "
-        f"D {args.head_dim}, {args.seq_len} tokens, slash density {kept_slash:.4f}, "
-        f"{args.verticals} verticals, kept {kept:.4f}"
+        f"Python {platform.python_version()}, bf16, {args.heads}/{args.kv_heads} "
+        f"heads, D {args.head_dim}, {args.seq_len} tokens, slash density "
+        f"{kept_slash:.4f}, {args.verticals} verticals, kept {kept:.4f}"
     )
     print("errors against fp32 at 4096 tokens: " + json.dumps(errors))
     print("| what | forward ms | TFLOP/s | backward ms | TFLOP/s | times dense |")

@@ -13,15 +13,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import tomli
 import torch
 from torch import Tensor
 
 from mtraining_flex.config import SparseAttention
-
-try:
-    import tomllib
-except ModuleNotFoundError:  # Python 3.10
-    import tomli as tomllib
 
 MASS_UNIT = 2**40  # integer units of one probe row's whole attention
 _NEVER = 2**62  # a mass that is never reached
@@ -62,7 +58,7 @@ def _copy(numbers: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def list_widths(config: SparseAttention, seq_len: int) -> tuple[int, int]:
-    """Static sizes NV and NS of the lists: the caps, or all there is if that is less."""
+    """Static sizes NV and NS of the lists: the caps, or all there is if less."""
     return (
         min(config.max_vertical, seq_len),
         min(config.max_slash, seq_len // config.granularity),
@@ -107,9 +103,9 @@ def read_budget_file(path: str) -> list[dict[str, Any]]:
     """The layers of a pattern file: a list, or a TOML table with the list `layers`.
 
     Each layer maps a head to `["vertical_and_slash", v, s, score]` (counts) or
-    `["flex_vertical_and_slash", [p_v, cap_v], [p_s, cap_s], score]` (mass and caps), the
-    published format. Its slashes are token diagonals; `s` of them count as
-    `ceil(s / granularity)` blocks here.
+    `["flex_vertical_and_slash", [p_v, cap_v], [p_s, cap_s], score]` (mass and caps),
+    the published format. Its slashes are token diagonals; `s` of them count as `ceil(s
+    / granularity)` blocks here.
 
     Raises:
         ValueError: the file cannot be read as such.
@@ -118,7 +114,7 @@ def read_budget_file(path: str) -> list[dict[str, Any]]:
     if not text.is_file():
         raise ValueError(f"sparse_attention.budget_file ('{path}') does not exist")
     if text.suffix == ".toml":
-        content = tomllib.loads(text.read_text())
+        content = tomli.loads(text.read_text())
     else:
         content = json.loads(text.read_text())
     layers = content.get("layers") if isinstance(content, dict) else content

@@ -9,10 +9,10 @@ softmax over the whole sequence and all ranks:
                   1 - (s % g) / g to block offset s // g and the rest to s // g + 1
 
 What travels between ranks: the probe rows' q (one all-reduce of zero-filled rows), the
-rows' maxima and sums (one all-gather, one all-reduce of integers), and the blocks' shares
-of the slash histogram (one all-reduce in which each entry has a single owner). A key
-block's numbers come from one fixed tile and what crosses blocks is added exactly: the
-number of ranks and the layout do not move a bit.
+rows' maxima and sums (one all-gather, one all-reduce of integers), and the blocks'
+shares of the slash histogram (one all-reduce in which each entry has a single owner). A
+key block's numbers come from one fixed tile and what crosses blocks is added exactly:
+the number of ranks and the layout do not move a bit.
 
 Letters: R probe rows, RG query blocks they touch, N local blocks, NB global blocks.
 """

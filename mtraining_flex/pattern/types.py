@@ -23,8 +23,8 @@ SENTINEL = 2**30
 class VerticalSlash:
     """The sparse pattern of one layer; every index is global.
 
-    A causal pair is kept iff `q_pos // g - k_pos // g` is a slash or `k_pos` a vertical.
-    B and H may be 1, which stands for every batch entry or head.
+    A causal pair is kept iff `q_pos // g - k_pos // g` is a slash or `k_pos` a
+    vertical. B and H may be 1, which stands for every batch entry or head.
     """
 
     slash: Tensor  # int32 [B, H, NS] block offsets, ascending, padded with SENTINEL
@@ -103,8 +103,8 @@ def dense_pattern(num_blocks: int, device: torch.device | str) -> VerticalSlash:
 def slash_bitmap(pattern: VerticalSlash, num_blocks: int) -> Tensor:
     """Which block offsets a head keeps: bool [B, H, 2 NB], offset d at index NB + d.
 
-    The first half stands for the future, offsets -NB to -1, and is False: a lookup needs
-    no clamp.
+    The first half stands for the future, offsets -NB to -1, and is False: a lookup
+    needs no clamp.
     """
 
     def call(slash: Tensor) -> Tensor:

@@ -12,7 +12,6 @@ import torch
 from mtraining_flex.config import BACKENDS
 
 
-@lru_cache(maxsize=64)
 def resolve_backend(
     backend: str, device_type: str, granularity: int, dtype: torch.dtype, head_dim: int
 ) -> tuple[str, str]:
@@ -21,12 +20,25 @@ def resolve_backend(
     Raises:
         ValueError: an explicit backend that this machine or this call cannot run.
     """
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    return _resolve(backend, device_type, granularity, dtype, head_dim, deterministic)
+
+
+@lru_cache(maxsize=64)
+def _resolve(
+    backend: str,
+    device_type: str,
+    granularity: int,
+    dtype: torch.dtype,
+    head_dim: int,
+    deterministic: bool,
+) -> tuple[str, str]:
     if backend not in BACKENDS:
         raise ValueError(
             f"sparse_attention.backend ('{backend}') must be one of {list(BACKENDS)}"
         )
     obstacles = {
-        name: _obstacle(name, device_type, granularity, dtype, head_dim)
+        name: _obstacle(name, device_type, granularity, dtype, head_dim, deterministic)
         for name in ("flash", "flex", "triton", "eager")
     }
     if backend != "auto":
@@ -58,7 +70,12 @@ def _has_flash() -> bool:
 
 
 def _obstacle(
-    name: str, device_type: str, granularity: int, dtype: torch.dtype, head_dim: int
+    name: str,
+    device_type: str,
+    granularity: int,
+    dtype: torch.dtype,
+    head_dim: int,
+    deterministic: bool,
 ) -> str:
     """Why a backend cannot run; "" if it can."""
     if name == "eager":
@@ -72,6 +89,8 @@ def _obstacle(
     if dtype == torch.float64:
         return "it computes no float64"
     if name == "flash":
+        if deterministic:
+            return "its dq is added up by atomics, and debug.deterministic is set"
         if not _has_flash():
             return "the package flash-attn-4 is not installed (extra 'flash')"
         if torch.cuda.get_device_capability()[0] != 9:

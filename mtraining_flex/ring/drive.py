@@ -9,10 +9,10 @@
                                              compute the verticals' dq, dk, dv;
                                              their owners add them
 
-Transfers are posted before the compute they hide behind and awaited after it. Every rank
-posts the same transfers in the same order, also in a step in which it has nothing to
-compute. out and lse accumulate in fp32, and so do dq, dk and dv: the backward of a step
-uses the global out and lse, and recomputes nothing.
+Transfers are posted before the compute they hide behind and awaited after it. Every
+rank posts the same transfers in the same order, also in a step in which it has nothing
+to compute. out and lse accumulate in fp32, and so do dq, dk and dv: the backward of a
+step uses the global out and lse, and recomputes nothing.
 
 `rotation = "allgather"` runs the same steps over keys that are all here at once.
 """
@@ -33,7 +33,7 @@ from mtraining_flex.compat import fused
 from mtraining_flex.counters import recorder
 from mtraining_flex.layout import Layout
 from mtraining_flex.pattern.types import SENTINEL, VerticalSlash, slash_bitmap
-from mtraining_flex.ring.comm import Comm
+from mtraining_flex.ring.comm import Comm, Transfer
 from mtraining_flex.ring.merge import compute_dtype, merge, start
 from mtraining_flex.ring.schedule import ring_sources
 from mtraining_flex.ring.step import Step
@@ -69,18 +69,19 @@ def forward(
     recorder.add_pattern(layer, pattern, ring.layout)
     counter = recorder.new_counter(q, ring.comm.size)
     result = _Result(q.dtype, parts=_num_parts(ring, columns))
-    for number, source, k, v in _rotate(ring, k, v):
+    for number, source, keys, values in _rotate(ring, k, v):
         if ring.layout.is_causally_empty(ring.comm.rank, source):
             continue
         mask = masks.slash(source)
         if counter is not None:
             counter.count(number, mask.tables)
-        result.fold(*ring.step.forward(q, k, v, mask, ring.scale))
+        result.fold(*ring.step.forward(q, keys, values, mask, ring.scale))
     if columns is not None:
         mask = masks.vertical()
         if counter is not None:
             counter.count(-1, mask.tables)
-        result.fold(*ring.step.forward(q, *columns, mask, ring.scale))
+        keys, values = columns
+        result.fold(*ring.step.forward(q, keys, values, mask, ring.scale))
     recorder.add_executed(layer, counter, ring.layout)
     return result.out, result.lse
 
@@ -100,18 +101,19 @@ def backward(
     columns = _gather_columns(ring, k, v, q.shape[1], pattern)
     dq = _Sum(q.dtype, parts=_num_parts(ring, columns))
     home = _Homebound(ring, k)
-    for _, source, k, v in _rotate(ring, k, v):
+    for _, source, keys, values in _rotate(ring, k, v):
         dkv = None
         if not ring.layout.is_causally_empty(ring.comm.rank, source):
             dq_step, *dkv = ring.step.backward(
-                dout, q, k, v, out, lse, masks.slash(source), ring.scale
+                dout, q, keys, values, out, lse, masks.slash(source), ring.scale
             )
             dq.add(dq_step)
         home.add(source, dkv)
     dkv_own = home.arrive()
     if columns is not None:
+        keys, values = columns
         dq_step, dk_columns, dv_columns = ring.step.backward(
-            dout, q, *columns, out, lse, masks.vertical(), ring.scale
+            dout, q, keys, values, out, lse, masks.vertical(), ring.scale
         )
         dq.add(dq_step)
         grads = torch.stack([dk_columns, dv_columns]).to(dkv_own.dtype)
@@ -222,13 +224,14 @@ def _rotate(
 class _Homebound:
     """dk and dv on their way to the rank that owns the keys.
 
-    In a ring the sum travels one step behind the keys: it arrives with what the previous
-    ranks have added, takes this rank's part and goes on, and after W hops it is home.
+    In a ring the sum travels one step behind the keys: it arrives with what the
+    previous ranks have added, takes this rank's part and goes on, and after W hops it
+    is home.
     """
 
     def __init__(self, ring: Ring, like: Tensor):
         self.ring = ring
-        self.transfer = None
+        self.transfer: Transfer | None = None
         everyone = (ring.comm.size,) if ring.rotation == "allgather" else ()
         self.sum = like.new_zeros(
             *everyone, 2, *like.shape, dtype=compute_dtype(like.dtype)

@@ -1,9 +1,9 @@
 """A ring step on FlexAttention's compiled kernels, forward and backward.
 
 Both directions call the higher-order operators (`compat`), since only they take the
-global out and lse. What the kernels call lse differs: Triton templates write and want it
-in base 2, FLASH in base e (torch 2.11 and 2.13). `check_lse_unit` measures it on one tile
-before a backend is used; a surprise is an error, not a wrong gradient.
+global out and lse. What the kernels call lse differs: Triton templates write and want
+it in base 2, FLASH in base e (torch 2.11 and 2.13). `check_lse_unit` measures it on one
+tile before a backend is used; a surprise is an error, not a wrong gradient.
 """
 
 import math
@@ -103,9 +103,19 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv; lse in the kernels' unit."""
 
-    def call(*args: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        block_mask = _mask_tuple(mask, args[6:14])
-        return flex_backward(kernels, *args[:6], block_mask, args[14:], scale)
+    def call(
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *rest: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        block_mask = _mask_tuple(mask, rest[:8])
+        return flex_backward(
+            kernels, dout, q, k, v, out, lse, block_mask, rest[8:], scale
+        )
 
     args = (dout, q, k, v, out, lse, *mask.tables.tensors(), *mask.kernel_mask[1])
     return compiled(("backward", kernels, mask.kind, scale), call, args)(*args)
@@ -143,6 +153,6 @@ def check_lse_unit(
     if not error < 0.02:
         raise RuntimeError(
             f"FlexAttention's {kernels} backend on torch {torch.__version__} does not "
-            f"give lse in the expected unit ({LSE_UNIT[kernels]:.4f} natural per unit): "
-            f"largest error {error:.3g}; results would be wrong"
+            f"give lse in the expected unit ({LSE_UNIT[kernels]:.4f} natural per "
+            f"unit): largest error {error:.3g}; results would be wrong"
         )

@@ -49,6 +49,11 @@ def _ring(
     )
 
 
+def _own_precision(q: Tensor) -> torch.autocast:
+    """The caller's autocast must not make bf16 of what is accumulated in fp32."""
+    return torch.autocast(q.device.type, enabled=False)
+
+
 def _laid_out_like(x: Tensor, like: Tensor) -> Tensor:
     """x with the strides that `empty_like(like)` has, as the fake operators promise.
 
@@ -92,11 +97,11 @@ def search_pattern(
         max_vertical, max_slash, probe_rows, sink, local_window, scale
     )
     sequence = _layout(q, ring, layout, granularity)
-    pattern, scores = search(q, k, budget, options, sequence, ring)
-    if recorder.active:
-        recorder.add(
-            int(layer), "recall", probe_recall(scores, pattern, sequence, ring)
-        )
+    with _own_precision(q):
+        pattern, scores = search(q, k, budget, options, sequence, ring)
+        if recorder.active:
+            recall = probe_recall(scores, pattern, sequence, ring)
+            recorder.add(int(layer), "recall", recall)
     return pattern.tensors()
 
 
@@ -144,7 +149,8 @@ def ring_attention(
     """Forward of the ring: out `[B, H, S, D]` in q's dtype and natural lse."""
     ring = _ring(q, comm, layout, granularity, rotation, backend, scale)
     pattern = VerticalSlash(slash, num_slash, vertical, num_vertical)
-    out, lse = drive.forward(ring, q, k, v, pattern, int(layer))
+    with _own_precision(q):
+        out, lse = drive.forward(ring, q, k, v, pattern, int(layer))
     return _laid_out_like(out, q), lse.contiguous()
 
 
@@ -176,7 +182,8 @@ def ring_attention_backward(
     """Backward of the ring: dq, dk, dv in the dtypes of q, k, v."""
     ring = _ring(q, comm, layout, granularity, rotation, backend, scale)
     pattern = VerticalSlash(slash, num_slash, vertical, num_vertical)
-    dq, dk, dv = drive.backward(ring, dout, q, k, v, out, lse, pattern)
+    with _own_precision(q):
+        dq, dk, dv = drive.backward(ring, dout, q, k, v, out, lse, pattern)
     # dk and dv are halves of one tensor, which an operator's results must not be.
     dk, dv = dk.to(k.dtype, copy=True), dv.to(v.dtype, copy=True)
     return _laid_out_like(dq, q), dk.contiguous(), dv.contiguous()
