@@ -26,7 +26,7 @@ fi
 export OMP_NUM_THREADS
 export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
 
-exec torchrun --nproc_per_node="$NGPU" --rdzv_backend=c10d \
+exec python3 -m torch.distributed.run --nproc_per_node="$NGPU" --rdzv_backend=c10d \
   --rdzv_endpoint="${RDZV_ENDPOINT:-localhost:0}" \
   --local-ranks-filter="$LOG_RANK" --role=rank --tee=3 \
   -m "$TRAIN_FILE" --job.config_file="$CONFIG_FILE" "$@"

@@ -2,8 +2,8 @@
 
 CPU: the traced graphs, run uncompiled, equal eager math on every pair of ranks; a graph
 traced once must not take one argument for another. GPU: out, dq, dk, dv of `flex` and
-`flash` against fp32, no compile after warm-up, memory flat, halves of different backends
-merge.
+`flash` against fp32, no compile after warm-up, memory flat, halves of different
+backends merge.
 """
 
 import pytest
@@ -27,7 +27,7 @@ PATTERN = ([[[0, 2], [0, 1, 3], [0], [0, 1, 2, 3]]], [[[5, 200], [0], [], [1, 2,
 
 @pytest.fixture
 def uncompiled(monkeypatch):
-    """Run the traced graphs as they are; they ignore tables, so with the whole truth."""
+    """Run the traced graphs as they are: without tables, so with the whole truth."""
     whole = property(lambda mask: (MASKS[mask.kind], mask.buffers))
     monkeypatch.setattr(StepMask, "kernel_mask", whole)
     monkeypatch.setattr(compat, "_CACHE", {})
@@ -341,3 +341,48 @@ def test_a_step_has_no_host_synchronisation(backend):
         step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_deterministic_setting_is_bitwise():
+    """Search, forward and backward twice, under torch's deterministic algorithms."""
+    gpu_backend("flex")
+    q, k, v, dout, _ = sparse_case(16, 2, 8192, 128)
+    config = SparseAttention(max_vertical=256, max_slash=16)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert resolve_backend("auto", "cuda", 128, torch.bfloat16, 128)[0] == "flex"
+        runs = []
+        for _ in range(3):
+            pattern = find_pattern(q, k, config)
+            leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+            out = sparse_attention(*leaves, pattern)
+            runs.append((out, *torch.autograd.grad(out, leaves, dout)))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for other in runs[1:]:
+        for a, b in zip(runs[0], other, strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.gpu
+def test_search_on_gpu_is_the_same_on_four_ranks():
+    """Bit for bit, in each layout, with the Triton probe."""
+    gpu_backend("flex")
+    q, k, *_ = sparse_case(16, 2, 8192, 128)
+    config = SparseAttention(max_vertical=256, max_slash=16)
+    alone = find_pattern(q, k, config)
+    for name in ("striped", "zigzag", "contiguous"):
+        layout = build_layout(name, 8192, 4, 128)
+
+        def rank(comm, layout=layout):
+            index = layout.positions(comm.rank).cuda()
+            found = find_pattern(
+                q[:, :, index], k[:, :, index], config, layout=layout, group=comm
+            )
+            torch.cuda.synchronize()
+            return found
+
+        for found in run_ranks(4, rank):
+            for a, b in zip(found.tensors(), alone.tensors(), strict=True):
+                assert torch.equal(a, b)
