@@ -120,8 +120,8 @@ def build_block_mask(
 
 
 def slash_mask(
-    b: Tensor,
-    h: Tensor,
+    b: Tensor | slice,
+    h: Tensor | slice,
     q: Tensor,
     kv: Tensor,
     q_pos: Tensor,  # int32 [S_q]

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mtraining_flex.block_mask import MASKS, StepMask
+from mtraining_flex.block_mask import MASKS, StepMask, slash_mask
 from mtraining_flex.ring.merge import compute_dtype
 
 # Logits of eager math at a time, over all heads.
@@ -59,25 +59,27 @@ class EagerStep:
     """Dense math under the `mask_mod`: slow, right, and without the tables.
 
     Rows are taken a few at a time, so that what is held stays in the cache, and keys
-    behind the last of these rows are left out: they ascend in every layout.
+    behind the last of these rows are left out: they ascend in every layout. The G heads
+    of a group are rows of one product.
     """
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, mask: StepMask, scale: float
     ) -> tuple[Tensor, Tensor]:
-        dtype = compute_dtype(q.dtype)
+        dtype, kv_heads = compute_dtype(q.dtype), k.shape[1]
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
         out = torch.zeros_like(q, memory_format=torch.contiguous_format)
         lse = q.new_full(q.shape[:3], -torch.inf)
         for rows, keys in _tiles(q, mask):
-            x = _logits(q[:, :, rows] * scale, k[:, :, :keys], mask, rows)
-            top = x.amax(-1, keepdim=True)  # [B, HK, G, R, 1]
+            here = (*q.shape[:2], rows.stop - rows.start, -1)
+            x = _logits(_group(q[:, :, rows] * scale, kv_heads), k, mask, rows, keys)
+            top = x.amax(-1, keepdim=True)  # [B, HK, G R, 1]
             top = torch.where(top == -torch.inf, 0.0, top)
             p = x.sub_(top).exp_()
             total = p.sum(-1, keepdim=True)
-            o = (p @ v[:, :, None, :keys]) / torch.where(total == 0, 1.0, total)
-            out[:, :, rows] = o.flatten(1, 2)
-            lse[:, :, rows] = (top + total.log()).squeeze(-1).flatten(1, 2)
+            o = (p @ v[:, :, :keys]) / torch.where(total == 0, 1.0, total)
+            out[:, :, rows] = o.view(here)
+            lse[:, :, rows] = (top + total.log()).view(here).squeeze(-1)
         return out, lse
 
     def backward(
@@ -96,19 +98,16 @@ class EagerStep:
         delta = (dout * out.to(dtype)).sum(-1, keepdim=True)  # [B, H, S, 1]
         lse = torch.where(lse == -torch.inf, 0.0, lse)[..., None]
         dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
-
-        def grouped(x: Tensor, rows: slice) -> Tensor:
-            return x[:, :, rows].unflatten(1, (kv_heads, -1))  # [B, HK, G, R, ...]
-
         for rows, keys in _tiles(q, mask):
-            k_here, v_here = k[:, :, None, :keys], v[:, :, None, :keys]
-            x = _logits(q[:, :, rows] * scale, k[:, :, :keys], mask, rows)
-            p = x.sub_(grouped(lse, rows)).exp_()  # 0 in a row without keys
-            do = grouped(dout, rows)
-            dv[:, :, :keys] += (p.mT @ do).sum(2)
-            ds = (do @ v_here.mT).sub_(grouped(delta, rows)).mul_(p).mul_(scale)
-            dq[:, :, rows] = (ds @ k_here).flatten(1, 2)
-            dk[:, :, :keys] += (ds.mT @ grouped(q, rows)).sum(2)
+            q_here, do, lse_here, delta_here = (
+                _group(x[:, :, rows], kv_heads) for x in (q, dout, lse, delta)
+            )
+            x = _logits(q_here * scale, k, mask, rows, keys)
+            p = x.sub_(lse_here).exp_()  # 0 in a row without keys
+            dv[:, :, :keys] += p.mT @ do
+            ds = (do @ v[:, :, :keys].mT).sub_(delta_here).mul_(p).mul_(scale)
+            dq[:, :, rows] = (ds @ k[:, :, :keys]).view_as(q[:, :, rows])
+            dk[:, :, :keys] += ds.mT @ q_here
         return dq, dk, dv
 
 
@@ -124,16 +123,29 @@ def _tiles(q: Tensor, mask: StepMask) -> Iterator[tuple[slice, int]]:
             yield rows, keys
 
 
-def _logits(q: Tensor, k: Tensor, mask: StepMask, rows: slice) -> Tensor:
-    """Masked logits of some scaled rows: [B, HK, G, R, K]."""
-    batch, heads = q.shape[:2]
-    logits = q.unflatten(1, (k.shape[1], -1)) @ k[:, :, None].mT
-    device = q.device
-    allowed = MASKS[mask.kind](
-        torch.arange(batch, device=device)[:, None, None, None],
-        torch.arange(heads, device=device)[None, :, None, None],
-        torch.arange(rows.start, rows.stop, device=device)[None, None, :, None],
-        torch.arange(k.shape[2], device=device)[None, None, None, :],
-        *mask.buffers,
+def _group(x: Tensor, kv_heads: int) -> Tensor:
+    """Rows of all heads of a group: [B, H, R, D] -> [B, HK, G R, D]."""
+    return x.unflatten(1, (kv_heads, -1)).flatten(2, 3)
+
+
+def _logits(q: Tensor, k: Tensor, mask: StepMask, rows: slice, keys: int) -> Tensor:
+    """Masked logits of grouped and scaled rows: [B, HK, G R, keys]."""
+    logits = q @ k[:, :, :keys].mT
+    return logits.masked_fill_(
+        ~_group(_allowed(q, mask, rows, keys), k.shape[1]), -torch.inf
     )
-    return logits.masked_fill_(~allowed.unflatten(1, (k.shape[1], -1)), -torch.inf)
+
+
+def _allowed(q: Tensor, mask: StepMask, rows: slice, keys: int) -> Tensor:
+    """The `mask_mod` of some rows: [B, H, R, keys]."""
+    device = q.device
+    bitmap = mask.buffers[-1]  # [B, H, 2 NB]
+    q_idx = torch.arange(rows.start, rows.stop, device=device)[:, None]
+    kv_idx = torch.arange(keys, device=device)
+    if mask.kind == "slash":
+        # One index for all heads, which is much faster than one for each.
+        every = slice(None)
+        return slash_mask(every, every, q_idx, kv_idx, *mask.buffers)
+    b = torch.arange(bitmap.shape[0], device=device)[:, None, None, None]
+    h = torch.arange(bitmap.shape[1], device=device)[:, None, None]
+    return MASKS[mask.kind](b, h, q_idx, kv_idx, *mask.buffers)
