@@ -90,7 +90,7 @@ def _obstacle(
         return "it computes no float64"
     if name == "flash":
         if deterministic:
-            return "its dq is added up by atomics, and debug.deterministic is set"
+            return "its gradients do not repeat bitwise, and debug.deterministic is set"
         if not _has_flash():
             return "the package flash-attn-4 is not installed (extra 'flash')"
         if torch.cuda.get_device_capability()[0] != 9:
