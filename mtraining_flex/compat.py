@@ -8,6 +8,7 @@ Tested on torch 2.11 (CUDA 13, H200) and 2.13 (CPU).
 * `compiled`, `fused`: a function of tensors traced by `make_fx` and compiled by
   Inductor, once for its shapes. Not by `torch.compile`: nothing here can recompile,
   fall back to eager, or be guarded, and a GPU step costs no guard evaluation.
+* `all_gather_flat`, `reduce_scatter_flat`: collectives on flat tensors.
 * `flex_forward`, `flex_backward`: FlexAttention's higher-order operators. The public
   function has no backward from a *global* out and lse.
 """
@@ -17,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.experimental._attention import _context_parallel_shard
@@ -24,6 +26,15 @@ from torch.distributed.tensor.experimental._context_parallel._load_balancer impo
     _LoadBalancer,
 )
 from torch.fx.experimental.proxy_tensor import make_fx
+
+
+# torch 2.13 renamed both and warns at each call of the old names.
+all_gather_flat: Callable[..., Any] = getattr(
+    dist, "all_gather_single", dist.all_gather_into_tensor
+)
+reduce_scatter_flat: Callable[..., Any] = getattr(
+    dist, "reduce_scatter_single", dist.reduce_scatter_tensor
+)
 
 
 class _FixedOrder(_LoadBalancer):

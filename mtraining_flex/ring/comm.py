@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from mtraining_flex.compat import all_gather_flat, reduce_scatter_flat
+
 # Kinds of hop, each on its own process group.
 DIRECTIONS = ("kv", "dkv")
 
@@ -116,12 +118,12 @@ class GroupComm:
     def all_gather(self, x: Tensor) -> Tensor:
         x = x.contiguous()
         out = x.new_empty(self.size * x.numel())
-        dist.all_gather_into_tensor(out, x.view(-1), group=self.group)
+        all_gather_flat(out, x.view(-1), group=self.group)
         return out.view(self.size, *x.shape)
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         out = x.new_empty(x[0].numel())
-        dist.reduce_scatter_tensor(out, x.reshape(-1), group=self.group)
+        reduce_scatter_flat(out, x.reshape(-1), group=self.group)
         return out.view(x.shape[1:])
 
     def hop(self, direction: str, x: Tensor) -> Transfer:

@@ -6,8 +6,8 @@
         post the next keys and values            post the next keys and values
         compute the slashes, merge               compute dq, and dk, dv of the source
     compute the verticals, merge                 add dk, dv to what came along, send on
-                                             compute the verticals' dq, dk, dv;
-                                             their owners add them
+                                             compute the verticals' dq, dk, dv
+                                             owners add those of their columns
 
 Transfers are posted before the compute they hide behind and awaited after it. Every
 rank posts the same transfers in the same order, also in a step in which it has nothing
@@ -109,14 +109,16 @@ def backward(
             )
             dq.add(dq_step)
         home.add(source, dkv)
-    dkv_own = home.arrive()
+    grads = None
     if columns is not None:
         keys, values = columns
-        dq_step, dk_columns, dv_columns = ring.step.backward(
+        dq_step, *dkv_step = ring.step.backward(
             dout, q, keys, values, out, lse, masks.vertical(), ring.scale
         )
         dq.add(dq_step)
-        grads = torch.stack([dk_columns, dv_columns]).to(dkv_own.dtype)
+        grads = torch.stack(dkv_step).to(compute_dtype(q.dtype))
+    dkv_own = home.arrive()  # the last hop was under way behind the vertical step
+    if grads is not None:
         _scatter_columns(ring, dkv_own, ring.comm.all_reduce(grads), pattern)
     return dq.total, dkv_own[0], dkv_own[1]
 
