@@ -27,7 +27,6 @@ from torch.distributed.tensor.experimental._context_parallel._load_balancer impo
 )
 from torch.fx.experimental.proxy_tensor import make_fx
 
-
 # torch 2.13 renamed both and warns at each call of the old names.
 all_gather_flat: Callable[..., Any] = getattr(
     dist, "all_gather_single", dist.all_gather_into_tensor

@@ -53,6 +53,12 @@ def _process_memory() -> dict[str, int]:
     }
 
 
+def available_device_type() -> str:
+    """The accelerator that is here, or "cpu", also with a CUDA build of torch."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return "cpu" if accelerator is None else accelerator.type
+
+
 def install() -> None:
     """Name the CPU as the device if there is no accelerator. Safe to call twice.
 
@@ -80,8 +86,7 @@ def check() -> None:
     """
     from torchtitan.tools.utils import device_type
 
-    accelerator = torch.accelerator.current_accelerator()
-    expected = "cpu" if accelerator is None else accelerator.type
+    expected = available_device_type()
     if device_type != expected:
         raise RuntimeError(
             f"torchtitan was imported before mtraining_flex and took device type "

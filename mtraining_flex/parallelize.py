@@ -30,6 +30,7 @@ from torchtitan.tools.logging import logger
 from mtraining_flex.attention import SparseAttention
 from mtraining_flex.config import Ring, job_layout, validate_job
 from mtraining_flex.config import SparseAttention as SparseConfig
+from mtraining_flex.cpu_device import available_device_type
 from mtraining_flex.layout import Layout
 from mtraining_flex.ring.backends import resolve_backend
 
@@ -145,10 +146,8 @@ def apply_sparse_attention(
             parallelize_module(module, mesh, style)
     head_dim = model.layers["0"].attention.head_dim
     dtype = TORCH_DTYPE_MAP[job_config.training.mixed_precision_param]
-    device = torch.accelerator.current_accelerator()
-    device_type = "cpu" if device is None else device.type
     backend, reason = resolve_backend(
-        sparse.backend, device_type, sparse.granularity, dtype, head_dim
+        sparse.backend, available_device_type(), sparse.granularity, dtype, head_dim
     )
     logger.info(
         f"Applied sparse attention to {len(modules)} layers: pattern {sparse.pattern}, "

@@ -1,6 +1,7 @@
 """torchtitan's trainer, with the batch sharded by our layout.
 
-Everything wrong with a configuration is found in `__init__`, before a process group.
+What is wrong with a configuration is found in `__init__`, before a process group where
+it can be, and always before the first step.
 """
 
 import os

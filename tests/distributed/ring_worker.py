@@ -1,0 +1,205 @@
+"""Worker: `GroupComm` and the ring over gloo, on 2 or 4 processes.
+
+Of four ranks the meshes "pairs" and "strided" make rings of two: {0, 1}, {2, 3} and
+{0, 2}, {1, 3}. A ring of two has the same peer both ways; a strided one has peers that
+are not its group ranks.
+"""
+
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from functools import cache, partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from mtraining_flex.attention import sparse_attention
+from mtraining_flex.config import SparseAttention
+from mtraining_flex.layout import LAYOUTS, build_layout, shard_batch
+from mtraining_flex.pattern.search import find_pattern
+from mtraining_flex.pattern.types import VerticalSlash
+from mtraining_flex.reference import reference_attention
+from mtraining_flex.ring.comm import DIRECTIONS, Comm, GroupComm, comm_for
+from tests.distributed.launch import run_cases
+from tests.helpers import assert_close, random_pattern, random_qkv
+
+RINGS = {2: ("world",), 4: ("world", "pairs", "strided")}
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
+ROTATIONS = ("ring", "allgather")
+HOPS = 200
+BATCH, HEADS, KV_HEADS, SEQ_LEN, HEAD_DIM, G = 1, 6, 2, 256, 16, 16
+CONFIG = SparseAttention(
+    granularity=G,
+    vertical_p=0.4,
+    slash_p=0.4,
+    max_vertical=64,
+    max_slash=8,
+    sink=2,
+    local_window=2,
+    probe_rows=40,
+)
+
+
+@cache
+def _meshes() -> dict[str, DeviceMesh]:
+    world = dist.get_world_size()
+    meshes = {"world": init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))}
+    if world == 4:
+        both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+        meshes |= {"pairs": both["cp"], "strided": both["dp"]}
+    return meshes
+
+
+def _comm(ring: str) -> GroupComm:
+    comm = comm_for(_meshes()[ring].get_group())
+    assert isinstance(comm, GroupComm)
+    return comm
+
+
+def collectives(ring: str, dtype: torch.dtype) -> None:
+    """Each against what it must be; small whole numbers, exact in every dtype."""
+    comm = _comm(ring)
+
+    def of(rank: int) -> Tensor:
+        # Not contiguous: the transport must not send the memory as it lies.
+        return (torch.arange(12).view(3, 4).T + 16 * rank).to(dtype)
+
+    everyone = torch.stack([of(rank) for rank in range(comm.size)])
+    assert torch.equal(comm.all_reduce(of(comm.rank)), everyone.sum(0))
+    assert torch.equal(comm.all_gather(of(comm.rank)), everyone)
+    rows = torch.stack([of(comm.rank) + row for row in range(comm.size)])
+    expected = everyone.sum(0) + comm.size * comm.rank
+    assert torch.equal(comm.reduce_scatter(rows), expected)
+    for direction in DIRECTIONS:
+        received = comm.hop(direction, of(comm.rank)).wait()
+        assert torch.equal(received, of((comm.rank - 1) % comm.size))
+    ranks = dist.get_process_group_ranks(comm.group)
+    assert ranks[comm.rank] == dist.get_rank()
+    assert comm_for(comm.group) is comm, "a second GroupComm of one group"
+
+
+def many_hops(ring: str) -> None:
+    """Hops of both directions under way while collectives run (pitfall B45)."""
+    comm = _comm(ring)
+    kv = torch.full((64,), float(comm.rank))
+    dkv = torch.full((32,), float(comm.rank))
+    mean = (comm.size - 1) / 2
+    for step in range(1, HOPS + 1):
+        going = comm.hop("kv", kv)
+        # As FSDP's: another group, begun before and awaited after.
+        gathered = torch.empty(dist.get_world_size())
+        mine = torch.tensor([float(dist.get_rank())])
+        prefetch = dist.all_gather_into_tensor(gathered, mine, async_op=True)
+        home = comm.hop("dkv", dkv)
+        total = comm.all_reduce(torch.tensor([float(comm.rank)]))
+        scattered = comm.reduce_scatter(torch.full((comm.size, 1), float(step)))
+        kv, dkv = going.wait(), home.wait()
+        prefetch.wait()
+        source = (comm.rank - step) % comm.size
+        assert kv.eq(source).all() and dkv.eq(source).all(), f"hop {step}"
+        assert total.item() == mean * comm.size
+        assert scattered.item() == step * comm.size
+        assert gathered.tolist() == list(range(dist.get_world_size()))
+
+
+def _qkv() -> tuple[Tensor, ...]:
+    return random_qkv(BATCH, HEADS, KV_HEADS, SEQ_LEN, HEAD_DIM, torch.float64, seed=3)
+
+
+@cache
+def _expected(kind: str) -> tuple[VerticalSlash, tuple[Tensor, ...]]:
+    """The pattern, and out, dq, dk, dv of a single process."""
+    q, k, v = (x.requires_grad_() for x in _qkv())
+    if kind == "found":
+        pattern = find_pattern(q.detach(), k.detach(), CONFIG)
+    else:  # heads of every kind, some of whose rows see no key
+        pattern = random_pattern(
+            BATCH,
+            HEADS,
+            SEQ_LEN,
+            G,
+            max_slash=8,
+            max_vertical=64,
+            seed=4,
+            always_diagonal=False,
+        )
+    out, _ = reference_attention(q, k, v, pattern, G)
+    out.backward(_dout())
+    return pattern, (out.detach(), q.grad, k.grad, v.grad)
+
+
+def _dout() -> Tensor:
+    generator = torch.Generator().manual_seed(5)
+    shape = (BATCH, HEADS, SEQ_LEN, HEAD_DIM)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def equals_one_process(ring: str, layout_name: str, rotation: str, kind: str) -> None:
+    """Pattern to the bit; out, dq, dk, dv of this rank's tokens to 1e-10."""
+    comm: Comm = _comm(ring)
+    layout = build_layout(layout_name, SEQ_LEN, comm.size, G)
+    mine = layout.positions(comm.rank)
+    q, k, v = (x[:, :, mine].clone().requires_grad_() for x in _qkv())
+    pattern, expected = _expected(kind)
+    if kind == "found":
+        found = find_pattern(
+            q.detach(), k.detach(), CONFIG, layout=layout, group=comm.group
+        )
+        for mine_, theirs in zip(found.tensors(), pattern.tensors(), strict=True):
+            assert torch.equal(mine_, theirs), "another pattern than one process"
+        pattern = found
+    out = sparse_attention(
+        q,
+        k,
+        v,
+        pattern,
+        granularity=G,
+        layout=layout,
+        mesh=_meshes()[ring],
+        rotation=rotation,
+    )
+    out.backward(_dout()[:, :, mine])
+    for actual, whole in zip((out, q.grad, k.grad, v.grad), expected, strict=True):
+        assert_close(actual, whole[:, :, mine], 1e-10)
+
+
+def shard(ring: str, layout_name: str) -> None:
+    """The layout's order through torch's own context-parallel sharding."""
+    mesh, comm = _meshes()[ring], _comm(ring)
+    layout = build_layout(layout_name, SEQ_LEN, comm.size, G)
+    whole = torch.arange(2 * SEQ_LEN).view(2, SEQ_LEN)
+    (tokens, labels), positions = shard_batch(layout, mesh, whole, whole + 1)
+    assert torch.equal(positions[0], layout.positions(comm.rank))
+    assert torch.equal(tokens, whole[:, positions[0]])
+    assert torch.equal(labels, tokens + 1)
+
+
+def cases(world_size: int) -> list[tuple[str, Callable[[], None]]]:
+    """Name and call of each case, in order."""
+    result: list[tuple[str, Callable[[], None]]] = []
+    for ring in RINGS[world_size]:
+        for dtype in DTYPES:
+            call = partial(collectives, ring, DTYPES[dtype])
+            result.append((f"collectives-{ring}-{dtype}", call))
+        result.append((f"many_hops-{ring}", partial(many_hops, ring)))
+        for layout in LAYOUTS:
+            result.append((f"shard-{ring}-{layout}", partial(shard, ring, layout)))
+            for rotation in ROTATIONS:
+                for kind in ("found", "random"):
+                    call = partial(equals_one_process, ring, layout, rotation, kind)
+                    name = f"attention-{ring}-{layout}-{rotation}-{kind}"
+                    result.append((name, call))
+    return result
+
+
+def main() -> None:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    run_cases(Path(sys.argv[1]), cases(dist.get_world_size()))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
