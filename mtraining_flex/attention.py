@@ -212,7 +212,7 @@ class SparseAttention(nn.Module):
             ValueError: not configured, a length that no layout has, or an argument
                 that this attention would have to ignore (a mask, dropout).
         """
-        ignored = [name for name, value in unsupported.items() if value]
+        ignored = [name for name, value in unsupported.items() if _asks(value)]
         if ignored or not is_causal:
             raise ValueError(
                 "sparse attention is causal and takes no "
@@ -257,6 +257,11 @@ class SparseAttention(nn.Module):
         assert isinstance(q, DTensor)
         out = self.forward(*local, scale=scale)
         return DTensor.from_local(out, q.device_mesh, q.placements, run_check=False)
+
+
+def _asks(value: Any) -> bool:
+    """Whether an argument asks for something (a tensor has no truth value)."""
+    return isinstance(value, Tensor) or bool(value)
 
 
 def _local(name: str, x: Tensor) -> Tensor:

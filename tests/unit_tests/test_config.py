@@ -314,8 +314,9 @@ def test_lengths_must_fit(overrides: list[str], parts: list[str]) -> None:
 
 def test_validation_steps() -> None:
     job = _job("validation.enable")
-    job.validation.steps = -2  # torchtitan asserts on the command line already
-    _refused(job, 1, "validation.steps (-2)", "at least -1")
+    for steps in (-2, 0):  # torchtitan asserts on the command line already
+        job.validation.steps = steps
+        _refused(job, 1, f"validation.steps ({steps})", "or -1")
 
 
 def test_a_validation_that_is_off_is_not_checked() -> None:

@@ -277,11 +277,9 @@ def test_forced_entries_come_first(budget: str) -> None:
         assert _kept(pattern, "slash") == [0, 1]
 
 
-def test_forced_entries_are_cut_at_the_count() -> None:
-    q, k = _planted(64, 4, {30: 60.0})
-    config = _config(budget="top_k", sink=3, num_vertical=2, num_slash=1)
-    pattern = reference_pattern(q, k, config, scale=1.0)
-    assert _kept(pattern, "vertical") == [0, 1]
+def test_more_forced_entries_than_the_count_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"sink \(3\).*num_vertical \(2\)"):
+        _config(budget="top_k", sink=3, num_vertical=2, num_slash=1)
 
 
 def test_a_dense_pattern_keeps_every_block() -> None:
