@@ -1,4 +1,4 @@
-"""Draw what one head keeps, and which rank computes it, as an SVG (the README's figure).
+"""Draw what one head keeps and which rank computes it: the README's figure, an SVG.
 
 python -m recipes.plot_pattern --output recipes/results/pattern.svg
 """
