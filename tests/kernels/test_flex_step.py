@@ -15,7 +15,7 @@ from mtraining_flex.block_mask import MASKS, StepMask, slash_step, vertical_step
 from mtraining_flex.config import SparseAttention
 from mtraining_flex.layout import build_layout
 from mtraining_flex.pattern import find_pattern, pack_pattern
-from mtraining_flex.pattern.types import slash_bitmap
+from mtraining_flex.pattern.types import dense_pattern, slash_bitmap
 from mtraining_flex.ring import flex_step, ops
 from mtraining_flex.ring.backends import resolve_backend
 from mtraining_flex.ring.merge import merge
@@ -386,3 +386,75 @@ def test_search_on_gpu_is_the_same_on_four_ranks():
         for found in run_ranks(4, rank):
             for a, b in zip(found.tensors(), alone.tensors(), strict=True):
                 assert torch.equal(a, b)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["flex", "flash"])
+@pytest.mark.parametrize("dim", [64, 96, 128])
+def test_b27_all_blocks_are_dense_attention(backend, dim):
+    """Every head_dim, gradients against dense, where all blocks are kept."""
+    gpu_backend(backend)
+    q, k, dout = (strided(1, h, 1024, dim, i) for i, h in enumerate((16, 2, 16)))
+    v = 1 + strided(1, 2, 1024, dim, 3)
+    pattern = dense_pattern(8, q.device)
+    expected = fp32_rows(q, k, v, dout, pattern)
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = sparse_attention(*leaves, pattern, backend=backend)
+    got = (out.detach(), *torch.autograd.grad(out, leaves, dout))
+    plain = bf16_error(q, k, v, dout)
+    names = ("out", "dq", "dk", "dv")
+    for name, a, b, p in zip(names, got, expected, plain, strict=True):
+        close(name, a, b, p)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["flex", "flash"])
+def test_b30_views_of_fused_qkv_beyond_int32(backend):
+    """512K tokens, 32 heads: offsets beyond 2^31 in q, k, v and out."""
+    gpu_backend(backend)
+    seq_len, heads, kv_heads, dim = 524288, 32, 8, 128
+    generator = torch.Generator("cuda").manual_seed(0)
+    fused = torch.empty(
+        1, seq_len, heads + 2 * kv_heads, dim, device="cuda", dtype=torch.bfloat16
+    ).normal_(generator=generator)
+    assert fused.numel() > 2**31
+    q, k, v = fused.transpose(1, 2).split((heads, kv_heads, kv_heads), 1)
+    dout = torch.empty_like(q).normal_(generator=generator)
+    columns = [5, 70000, 400000]
+    pattern = pack_pattern([[[0, 1, 2000]] * heads], [[columns] * heads]).to("cuda")
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = sparse_attention(*leaves, pattern, backend=backend)
+    dq, dk, dv = torch.autograd.grad(out, leaves, dout)
+    last = torch.arange(seq_len - 128, seq_len, device="cuda")
+    for rows in (torch.arange(64, device="cuda"), last):
+        block = int(rows[0]) // 128
+        keys = [128 * (block - d) + i for d in (2000, 1, 0) for i in range(128)]
+        keys = sorted({*columns, *keys})
+        keys = torch.tensor([x for x in keys if 0 <= x], device="cuda")
+        for h in (0, heads - 1):
+            k_h, v_h = (x[0, h // 4, keys].float() for x in (k, v))
+            x = (q[0, h, rows].float() @ k_h.T) * dim**-0.5
+            p = x.masked_fill(keys > rows[:, None], -torch.inf).softmax(-1)
+            do = dout[0, h, rows].float()
+            o = p @ v_h
+            ds = p * (do @ v_h.T - (do * o).sum(-1, keepdim=True)) * dim**-0.5
+            assert relative(out[0, h, rows], o) < 1e-2
+            assert relative(dq[0, h, rows], ds @ k_h) < 1e-2
+    # The last block's keys are seen by its own queries alone.
+    dk_own = dv_own = 0.0
+    for h in range(heads - 4, heads):
+        k_all, v_all = (x[0, -1, keys].float() for x in (k, v))
+        x = (q[0, h, last].float() @ k_all.T) * dim**-0.5
+        p = x.masked_fill(keys > last[:, None], -torch.inf).softmax(-1)
+        do = dout[0, h, last].float()
+        delta = (do * (p @ v_all)).sum(-1, keepdim=True)
+        ds = p * (do @ v_all.T - delta) * dim**-0.5
+        dk_own = dk_own + (ds.T @ q[0, h, last].float())[-128:]
+        dv_own = dv_own + (p.T @ do)[-128:]
+    assert relative(dk[0, -1, last], dk_own) < 1e-2
+    assert relative(dv[0, -1, last], dv_own) < 1e-2
+
+
+def relative(actual, expected):
+    assert expected.norm() > 0
+    return ((actual.float() - expected).norm() / expected.norm()).item()
