@@ -47,6 +47,7 @@ class FlexStep:
     ) -> tuple[Tensor, Tensor]:
         kernels = self._kernels(mask)
         check_lse_unit(kernels, q.device, q.dtype, q.shape[-1])
+        q, k, v = _addressable(kernels, q, k, v)
         out, lse = _forward(kernels, q, k, v, mask, scale)
         return out, lse * LSE_UNIT[kernels]
 
@@ -63,7 +64,29 @@ class FlexStep:
     ) -> tuple[Tensor, Tensor, Tensor]:
         kernels = self._kernels(mask)
         lse = lse / LSE_UNIT[kernels]
+        dout, q, k, v, out = _addressable(kernels, dout, q, k, v, out)
         return _backward(kernels, dout, q, k, v, out, lse, mask, scale)
+
+
+def _addressable(kernels: str, *tensors: Tensor) -> list[Tensor]:
+    """Tensors that the Triton templates can address; a copy of those they cannot.
+
+    The templates (torch 2.11 and 2.13) multiply row numbers and strides in int32, and
+    read elsewhere where that wraps: K as a view of fused QKV at 512K tokens, for one. A
+    head-major copy has the smallest strides. FLASH computes in int64.
+    """
+    if kernels == "FLASH":
+        return list(tensors)
+    return [x if _last_offset(x) < 2**31 else x.contiguous() for x in tensors]
+
+
+def _last_offset(x: Tensor) -> int:
+    """Offset of the last element; for 2^31 elements and more, of a head's last.
+
+    Then the templates count batches and heads in int64, but still not the rows.
+    """
+    dims = range(4) if x.numel() < 2**31 else (2, 3)
+    return sum((x.shape[d] - 1) * x.stride(d) for d in dims)
 
 
 def _mask_tuple(mask: StepMask, tensors: Sequence[Tensor]) -> tuple[Any, ...]:

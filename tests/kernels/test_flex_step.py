@@ -110,6 +110,22 @@ def test_wrong_lse_unit_is_refused(uncompiled, monkeypatch):
     flex_step.check_lse_unit.cache_clear()
 
 
+def test_b30_triton_gets_rows_that_int32_can_count():
+    """K as a view of fused QKV at 512K tokens is copied, a model's own is not."""
+    seq_len, dim = 524288, 128
+    fused = torch.empty(1, seq_len, 48, dim, device="meta").transpose(1, 2)
+    own = torch.empty(1, seq_len, 8, dim, device="meta").transpose(1, 2)
+    copied, kept = flex_step._addressable("TRITON", fused[:, 32:40], own)
+    assert kept is own
+    assert copied.stride() == (8 * seq_len * dim, seq_len * dim, dim, 1)
+    (as_it_is,) = flex_step._addressable("FLASH", fused[:, 32:40])
+    assert as_it_is.stride(2) == 48 * dim
+    # 2^31 elements: heads are counted in int64, rows still are not.
+    q = torch.empty(1, 2 * seq_len, 32, dim, device="meta").transpose(1, 2)
+    assert flex_step._addressable("TRITON", q)[0].stride(2) == dim
+    assert flex_step._addressable("TRITON", q[:, :, :seq_len])[0].stride(2) == 32 * dim
+
+
 # --- on a GPU -------------------------------------------------------------------------
 
 
