@@ -1,5 +1,11 @@
-"""Set up before any test module is imported: the device, the path, the threads."""
+"""Set up before any test module is imported: the device, the path, the threads.
 
+Without a GPU, Triton kernels run in its interpreter. Triton reads the variable when a
+kernel is defined, its own library included: it is set here, before anything that a test
+module imports has imported triton.
+"""
+
+import os
 import sys
 from pathlib import Path
 
@@ -8,6 +14,9 @@ import torch
 
 from mtraining_flex import cpu_device
 
+if not torch.cuda.is_available():
+    assert "triton" not in sys.modules, "too late for the interpreter"
+    os.environ["TRITON_INTERPRET"] = "1"
 cpu_device.install()  # before any test module imports torchtitan
 torch.set_num_threads(2)
 sys.path.insert(0, str(Path(__file__).parent.parent))  # for `tests.helpers`

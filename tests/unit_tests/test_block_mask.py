@@ -40,6 +40,15 @@ every_layout = pytest.mark.parametrize("name", LAYOUTS)
 every_size = pytest.mark.parametrize("cp_size", SIZES)
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """The tensors are small."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def _cases(
     name: str, cp_size: int, batch: int = 1, heads: int = 6
 ) -> Iterator[tuple[Layout, VerticalSlash]]:

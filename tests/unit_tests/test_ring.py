@@ -4,7 +4,7 @@ Rings are simulated (`ring.simulate`): the real loops, operators and layouts, a 
 for each rank. All is compared with `reference_attention` and its autograd in fp64.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -39,6 +39,15 @@ G = 4  # granularity
 Results = tuple[Tensor, Tensor, Tensor, Tensor]  # out, dq, dk, dv
 
 every_layout = pytest.mark.parametrize("name", LAYOUTS)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Ranks are threads already, and the tensors are small."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def _ring(

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,15 @@ from mtraining_flex.ring.simulate import run_ranks
 from tests.helpers import assert_close, random_qkv
 
 every_layout = pytest.mark.parametrize("name", LAYOUTS)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Ranks are threads already, and the tensors are small."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def _config(**changes: Any) -> SparseAttention:
