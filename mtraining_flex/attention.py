@@ -119,6 +119,7 @@ class _Plan:
     ring: Ring
     layouts: tuple[Layout, ...]  # one per sequence length
     comm_name: str
+    heads: int | None  # that the budgets are for; None if they fit any number
 
 
 class SparseAttention(nn.Module):
@@ -162,14 +163,14 @@ class SparseAttention(nn.Module):
             raise ValueError("sparse_attention.budget_file needs the number of heads")
         layer = int(self.layer) if config.budget_file else None
         budget = layer_budget(config, heads or 1, layer)
-        self.plan = _Plan(config, ring, tuple(layouts), comm.name)
-        with torch.device("cpu"):
-            self.budget = (
-                budget.vertical.threshold,
-                budget.vertical.cap,
-                budget.slash.threshold,
-                budget.slash.cap,
-            )
+        checked = heads if config.budget_file else None
+        self.plan = _Plan(config, ring, tuple(layouts), comm.name, checked)
+        self.budget = (
+            budget.vertical.threshold,
+            budget.vertical.cap,
+            budget.slash.threshold,
+            budget.slash.cap,
+        )
 
     def find(
         self, q: Tensor, k: Tensor, plan: _Plan, layout: Layout, scale: float
@@ -233,6 +234,16 @@ class SparseAttention(nn.Module):
             raise ValueError(
                 f"{q.shape[2]} local tokens fit none of the layouts, which have "
                 f"{[x.local_len for x in plan.layouts]} per rank"
+            )
+        if plan.heads is not None and plan.heads != q.shape[1]:
+            raise ValueError(
+                f"sparse_attention.budget_file was read for {plan.heads} heads, this "
+                f"attention has {q.shape[1]}"
+            )
+        if not enable_gqa and q.shape[1] != k.shape[1]:
+            raise ValueError(
+                f"enable_gqa=False needs as many kv heads ({k.shape[1]}) as query "
+                f"heads ({q.shape[1]})"
             )
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         out, _ = ops.ring_attention(

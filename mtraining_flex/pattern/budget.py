@@ -73,7 +73,7 @@ def layer_budget(
     Args:
         config: the `[sparse_attention]` section.
         heads: query heads, H.
-        layer: index into `budget_file`; None takes the section's own values.
+        layer: index into `budget_file`; needed if there is one.
 
     Raises:
         ValueError: the file lacks the layer, or asks for more than the caps.
@@ -83,7 +83,9 @@ def layer_budget(
     if config.budget == "top_k":
         vertical = [(1.0, config.num_vertical)] * heads
         slash = [(1.0, config.num_slash)] * heads
-    if config.budget_file and layer is not None:
+    if config.budget_file:
+        if layer is None:
+            raise _file_error(config.budget_file, "needs the number of the layer")
         for head, entry in _file_layer(config.budget_file, layer, heads).items():
             vertical[head], slash[head] = _parse_entry(entry, config)
     return LayerBudget(
@@ -96,7 +98,10 @@ def _budget(limits: list[tuple[float, int]], probe_rows: int) -> Budget:
     thresholds = [
         _NEVER if p >= 1.0 else math.ceil(p * probe_rows * MASS_UNIT) for p, _ in limits
     ]
-    return Budget(torch.tensor(thresholds), torch.tensor([cap for _, cap in limits]))
+    caps = [cap for _, cap in limits]
+    return Budget(
+        torch.tensor(thresholds, device="cpu"), torch.tensor(caps, device="cpu")
+    )
 
 
 def read_budget_file(path: str) -> list[dict[str, Any]]:
@@ -110,46 +115,65 @@ def read_budget_file(path: str) -> list[dict[str, Any]]:
     Raises:
         ValueError: the file cannot be read as such.
     """
-    text = Path(path)
-    if not text.is_file():
-        raise ValueError(f"sparse_attention.budget_file ('{path}') does not exist")
-    if text.suffix == ".toml":
-        content = tomli.loads(text.read_text())
-    else:
-        content = json.loads(text.read_text())
+    file = Path(path)
+    if not file.is_file():
+        raise _file_error(path, "does not exist")
+    try:
+        parse = tomli.loads if file.suffix == ".toml" else json.loads
+        content = parse(file.read_text())
+    except ValueError as error:  # both parsers' errors are
+        raise _file_error(path, f"cannot be read: {error}") from None
     layers = content.get("layers") if isinstance(content, dict) else content
     if not isinstance(layers, list) or not all(isinstance(x, dict) for x in layers):
-        raise ValueError(
-            f"sparse_attention.budget_file ('{path}') must hold a list of layers, each "
-            "a table from head to budget"
+        raise _file_error(
+            path, "must hold a list of layers, each a table from head to budget"
         )
     return layers
 
 
+def _file_error(path: str, what: str) -> ValueError:
+    return ValueError(f"sparse_attention.budget_file ('{path}') {what}")
+
+
 def _file_layer(path: str, layer: int, heads: int) -> dict[int, Any]:
+    """Entries of one layer by head."""
     layers = read_budget_file(path)
-    if layer >= len(layers):
-        raise ValueError(
-            f"sparse_attention.budget_file ('{path}') has {len(layers)} layers, the "
-            f"model asks for layer {layer}"
+    if not 0 <= layer < len(layers):
+        raise _file_error(
+            path, f"has {len(layers)} layers, the model asks for layer {layer}"
         )
-    entries = {int(head): entry for head, entry in layers[layer].items()}
-    if entries and max(entries) >= heads:
-        raise ValueError(
-            f"sparse_attention.budget_file ('{path}') names head {max(entries)} in "
-            f"layer {layer}, the model has {heads} heads"
-        )
-    return entries
+    names = [str(head) for head in range(heads)]
+    for head in layers[layer]:
+        if head not in names:
+            raise _file_error(
+                path,
+                f"names head {head} in layer {layer}, the model has heads 0 to "
+                f"{heads - 1} ({heads} heads)",
+            )
+    return {int(head): entry for head, entry in layers[layer].items()}
 
 
 def _parse_entry(
     entry: Any, config: SparseAttention
 ) -> tuple[tuple[float, int], tuple[float, int]]:
-    kind, vertical, slash = entry[0], entry[1], entry[2]
-    if kind == "vertical_and_slash":
-        vertical, slash = [1.0, vertical], [1.0, slash]
-    elif kind != "flex_vertical_and_slash":
-        raise ValueError(f"sparse_attention.budget_file: unknown pattern '{kind}'")
+    """(share, cap) of verticals in tokens and of slashes in blocks."""
+    match entry:
+        case ["vertical_and_slash", int() as v, int() as s, *_]:
+            vertical, slash = (1.0, v), (1.0, s)
+        case [
+            "flex_vertical_and_slash",
+            [int() | float() as p_v, int() as v],
+            [int() | float() as p_s, int() as s],
+            *_,
+        ]:
+            vertical, slash = (float(p_v), v), (float(p_s), s)
+        case _:
+            raise _file_error(
+                config.budget_file,
+                'must give a head ["vertical_and_slash", v, s, score] or '
+                '["flex_vertical_and_slash", [p_v, cap_v], [p_s, cap_s], score], '
+                f"not {entry}",
+            )
     blocks = math.ceil(slash[1] / config.granularity)
     for name, asked, cap in (
         ("max_vertical", vertical[1], config.max_vertical),
@@ -168,7 +192,5 @@ def _parse_entry(
             )
     for p in (vertical[0], slash[0]):
         if not 0.0 < p <= 1.0:
-            raise ValueError(
-                f"sparse_attention.budget_file: a share ({p}) must be in (0, 1]"
-            )
-    return (vertical[0], vertical[1]), (slash[0], blocks)
+            raise _file_error(config.budget_file, f"share ({p}) must be in (0, 1]")
+    return vertical, (slash[0], blocks)

@@ -52,7 +52,7 @@ def find_pattern(
         config: the `[sparse_attention]` section.
         layout: order of the shards; None is striped.
         group: the ring's process group; None is a sequence in one piece. Collective.
-        layer: index into `config.budget_file`.
+        layer: index into `config.budget_file`; needed if there is one.
         scale: of the logits, default `D ** -0.5`.
 
     Returns:

@@ -398,9 +398,8 @@ def test_a_budget_file_sets_single_heads(
             for kind in ("vertical", "slash"):
                 assert _kept(found, kind, b, head) == _kept(alone, kind, b, head)
     assert found.vertical.shape[-1] == 12 and found.slash.shape[-1] == 6
-    # An empty layer, and none, are the section's own.
-    for layer in (1, None):
-        _assert_same(find_pattern(q, k, config, layer=layer), find_pattern(q, k, plain))
+    # An empty layer has the section's own.
+    _assert_same(find_pattern(q, k, config, layer=1), find_pattern(q, k, plain))
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -441,6 +440,12 @@ TOP_P = "flex_vertical_and_slash"
         ({"0": [TOP_K, 1, 8, 0.0]}, {}, ["must hold a list of layers"]),
         ([[1], [2]], {}, ["must hold a list of layers"]),
         ("layers", {}, ["must hold a list of layers"]),
+        ([{}, {"-1": [TOP_K, 1, 8, 0.0]}], {}, ["head -1", "0 to 3"]),
+        ([{}, {"x": [TOP_K, 1, 8, 0.0]}], {}, ["head x", "0 to 3"]),
+        ([{}, {"0": [TOP_K, 1.5, 8, 0.0]}], {}, ["must give a head", "1.5"]),
+        ([{}, {"0": [TOP_K]}], {}, ["must give a head"]),
+        ([{}, {"0": []}], {}, ["must give a head"]),
+        ([{}, {"0": [TOP_K, [0.9, 1], [0.9, 8], 0.0]}], {}, ["must give a head"]),
     ],
 )
 def test_a_wrong_budget_file_is_refused(
@@ -452,6 +457,22 @@ def test_a_wrong_budget_file_is_refused(
         find_pattern(q, k, config, layer=1)
     for part in ("sparse_attention.", *parts):
         assert part in str(error.value)
+
+
+@pytest.mark.parametrize(("name", "text"), [("a.json", "[{"), ("a.toml", "layers = [")])
+def test_a_broken_budget_file_is_refused(name: str, text: str, tmp_path: Path) -> None:
+    q, k, _ = random_qkv(1, 4, 2, 64, 8, torch.float32, seed=0)
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=rf"budget_file.*{name}'\) cannot be read"):
+        find_pattern(q, k, _config(budget_file=str(tmp_path / name)), layer=0)
+
+
+@pytest.mark.parametrize("layer", [None, -1])
+def test_a_budget_file_needs_a_layer(layer: int | None, tmp_path: Path) -> None:
+    q, k, _ = random_qkv(1, 4, 2, 64, 8, torch.float32, seed=0)
+    config = _config(budget_file=_json(tmp_path, [{}]))
+    with pytest.raises(ValueError, match="layer"):
+        find_pattern(q, k, config, layer=layer)
 
 
 def test_a_missing_budget_file_is_refused() -> None:
