@@ -20,7 +20,7 @@ TRAIN_FILE=${TRAIN_FILE:-recipes.train}
 
 # Without this each process takes every core.
 if [ -z "${OMP_NUM_THREADS:-}" ]; then
-  OMP_NUM_THREADS=$(( $(nproc) / NGPU ))
+  OMP_NUM_THREADS=$(( $(getconf _NPROCESSORS_ONLN) / NGPU ))
   if [ "$OMP_NUM_THREADS" -lt 1 ]; then OMP_NUM_THREADS=1; fi
 fi
 export OMP_NUM_THREADS
