@@ -171,12 +171,19 @@ def shard_batch(
                 f"a batch of {buffer.shape[1]} tokens does not fit a layout of "
                 f"{layout.seq_len}"
             )
-    device = buffers[0].device
+    order = _order(layout, buffers[0].device)
     if cp_mesh is None:
         assert layout.cp_size == 1, "a ring needs its mesh"
-        return buffers, layout.positions(0).to(device)[None]
+        return buffers, order
     from mtraining_flex.compat import context_parallel_shard
 
-    order = torch.cat([layout.positions(r) for r in range(layout.cp_size)]).to(device)
-    shards = context_parallel_shard(cp_mesh, buffers, order[None])
-    return shards, layout.positions(cp_mesh.get_local_rank()).to(device)[None]
+    first = cp_mesh.get_local_rank() * layout.local_len
+    positions = order[:, first : first + layout.local_len]
+    return context_parallel_shard(cp_mesh, buffers, order), positions
+
+
+@lru_cache(maxsize=8)
+def _order(layout: Layout, device: torch.device) -> Tensor:
+    """Positions of all ranks' tokens, rank by rank: int64 [1, S]."""
+    ranks = [layout.positions(r) for r in range(layout.cp_size)]
+    return torch.cat(ranks)[None].to(device)

@@ -114,11 +114,9 @@ def _gather_probe(q: Tensor, layout: Layout, comm: Comm, probe_rows: int) -> Ten
     if comm.size == 1:
         return q[:, :, -probe_rows:].contiguous()
     rows, slots = _probe_index(layout, comm.rank, probe_rows, q.device)
-    # Adding zeros is exact in any dtype; fp32 because gloo knows no bf16 sum.
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    probe = q.new_zeros(*q.shape[:2], probe_rows, q.shape[3], dtype=dtype)
-    probe[:, :, slots] = q[:, :, rows].to(dtype)
-    return comm.all_reduce(probe).to(q.dtype)
+    probe = q.new_zeros(*q.shape[:2], probe_rows, q.shape[3])
+    probe[:, :, slots] = q[:, :, rows]
+    return comm.all_reduce(probe)  # each row has one owner: exact in any dtype
 
 
 def _global_lse(row_max: Tensor, row_sum: Tensor, comm: Comm) -> Tensor:

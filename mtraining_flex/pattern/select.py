@@ -24,8 +24,8 @@ _INDEX = (1 << 31) - 1
 def rank_keys(scores: Tensor, index: Tensor, num_forced: int) -> Tensor:
     """int64 keys of entries with fp32 `scores` `[..., n]` and indices `[n]`.
 
-    Indices below `num_forced` rank first. NaN scores are refused later, on the host,
-    by the loss: here they would rank as very large.
+    Indices below `num_forced` rank first. NaN scores, of NaN queries or keys, rank
+    anywhere; indices stay in range, and the attention itself is NaN then.
     """
     bits = scores.contiguous().view(torch.int32).long()
     keys = (bits << 31) | (_INDEX - index.long())

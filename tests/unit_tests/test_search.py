@@ -626,3 +626,15 @@ def test_no_group_is_a_sequence_in_one_piece() -> None:
         find_pattern(q, k, _config(), group=comm_for(None)),
         find_pattern(q, k, _config()),
     )
+
+
+def test_nan_queries_keep_indices_in_range() -> None:
+    q, k, _ = random_qkv(1, 4, 2, 64, 8, torch.float32, seed=15)
+    q[0, 1] = torch.nan
+    found = find_pattern(q, k, _config())
+    alone = find_pattern(q.nan_to_num(0.0), k, _config())
+    for entries, bound in ((found.slash, 8), (found.vertical, 64)):
+        valid = entries[entries != SENTINEL]
+        assert ((valid >= 0) & (valid < bound)).all()
+    for head in (0, 2, 3):  # the others do not notice
+        assert _kept(found, "vertical", 0, head) == _kept(alone, "vertical", 0, head)
