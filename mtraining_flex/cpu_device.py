@@ -5,10 +5,12 @@ torchtitan 0.2.2 takes its device type and module once, at import, and knows no 
 package does it. On a machine with a GPU it changes nothing.
 """
 
+import atexit
+import logging
 import os
 import sys
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -93,3 +95,18 @@ def check() -> None:
             f"'{device_type}', but this machine has '{expected}': import "
             "mtraining_flex first"
         )
+
+
+def leave() -> NoReturn:
+    """End a process that has used gloo, after its work: exit handlers, flush, exit 0.
+
+    gloo's threads let go of a collective's tensors after `wait()` has returned, and
+    nothing joins them. One that is late needs the interpreter while Python finalizes,
+    and the process ends with SIGABRT ("terminate called without an active exception"):
+    a run that has saved everything would be reported as failed.
+    """
+    atexit._run_exitfuncs()
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(0)

@@ -27,6 +27,7 @@ from torchtitan.components.loss import cross_entropy_loss
 from torchtitan.config import ConfigManager
 from torchtitan.distributed import ParallelDims
 
+from mtraining_flex import cpu_device
 from mtraining_flex.attention import SparseAttention
 from mtraining_flex.config import SparseAttention as SparseConfig
 from mtraining_flex.layout import build_layout, shard_batch
@@ -279,6 +280,7 @@ def main() -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=90))
     run_cases(folder, cases(folder))
     dist.destroy_process_group()
+    cpu_device.leave()
 
 
 if __name__ == "__main__":

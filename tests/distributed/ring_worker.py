@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from mtraining_flex import cpu_device
 from mtraining_flex.attention import sparse_attention
 from mtraining_flex.config import SparseAttention
 from mtraining_flex.layout import LAYOUTS, build_layout, shard_batch
@@ -199,6 +200,7 @@ def main() -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     run_cases(Path(sys.argv[1]), cases(dist.get_world_size()))
     dist.destroy_process_group()
+    cpu_device.leave()
 
 
 if __name__ == "__main__":

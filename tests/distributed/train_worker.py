@@ -35,7 +35,7 @@ from torchtitan.protocols.train_spec import register_train_spec
 from torchtitan.tools.logging import init_logger
 from torchtitan.train import Trainer
 
-from mtraining_flex import train_spec
+from mtraining_flex import cpu_device, train_spec
 from mtraining_flex.models.llama3 import llama3_flavors
 from mtraining_flex.trainer import SparseTrainer
 from tests.distributed.launch import Launched, launch, run_cases
@@ -248,6 +248,7 @@ def main() -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     run_cases(folder, [(run.name, partial(train, folder, run)) for run in runs])
     dist.destroy_process_group()
+    cpu_device.leave()
 
 
 if __name__ == "__main__":

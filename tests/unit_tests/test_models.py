@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from mtraining_flex import cpu_device
 from mtraining_flex.attention import SparseAttention
 from mtraining_flex.models.common import Attention, Decoder, inner_attention
 from mtraining_flex.models.init import full_shape_parameters
@@ -523,6 +524,7 @@ def _check_on_rank(rank: int, folder: str) -> None:
         assert torch.equal(p.full_tensor(), expected["odd"][name])
     assert odd.first.weight is odd.second.weight
     dist.destroy_process_group()
+    cpu_device.leave()
 
 
 def _check_forward(model: Decoder, state: dict[str, Tensor]) -> None:
