@@ -312,22 +312,33 @@ def _tile(geo: ProbeGeometry) -> dict[str, int]:
     }
 
 
-def _check_supported(q: Tensor, geo: ProbeGeometry) -> None:
-    if geo.granularity not in (16, 32, 64, 128):
+def check_supported(
+    probe_rows: int, granularity: int, head_dim: int, dtype: torch.dtype
+) -> None:
+    """Refuse what these kernels have no tile for.
+
+    Raises:
+        ValueError: with the number and its bound.
+    """
+    if granularity not in (16, 32, 64, 128):
         raise ValueError(
-            f"granularity ({geo.granularity}) must be 16, 32, 64 or 128 for the Triton "
+            f"granularity ({granularity}) must be 16, 32, 64 or 128 for the Triton "
             "probe; use kernels_triton.naive"
         )
-    if geo.rows > MAX_ROWS:
+    if probe_rows > MAX_ROWS:
         raise ValueError(
-            f"probe rows ({geo.rows}) must be at most {MAX_ROWS} for the Triton probe"
+            f"probe_rows ({probe_rows}) must be at most {MAX_ROWS} for the Triton probe"
         )
-    if not 16 <= geo.head_dim <= 128:
+    if not 16 <= head_dim <= 128:
         raise ValueError(
-            f"head dim ({geo.head_dim}) must be 16 to 128 for the Triton probe"
+            f"head_dim ({head_dim}) must be 16 to 128 for the Triton probe"
         )
-    if q.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise ValueError(f"q and k must be bfloat16, float16 or float32, got {q.dtype}")
+    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise ValueError(f"q and k must be bfloat16, float16 or float32, got {dtype}")
+
+
+def _check_supported(q: Tensor, geo: ProbeGeometry) -> None:
+    check_supported(geo.rows, geo.granularity, geo.head_dim, q.dtype)
     if q.is_cuda:
         return
     if isinstance(_row_stats_kernel, triton.JITFunction):

@@ -172,6 +172,11 @@ class SparseAttention(nn.Module):
             budget.slash.cap,
         )
 
+    @property
+    def cp_size(self) -> int:
+        """Ranks over which the ring spreads a sequence; 1 before `configure`."""
+        return 1 if self.plan is None else self.plan.layouts[0].cp_size
+
     def find(
         self, q: Tensor, k: Tensor, plan: _Plan, layout: Layout, scale: float
     ) -> tuple[Tensor, ...]:

@@ -54,10 +54,10 @@ class SparseAttention:
     """Cap on slashes per head, in blocks; a shorter sequence uses less."""
 
     num_vertical: int = 512
-    """top_k: verticals per head, in tokens."""
+    """top_k: verticals per head, in tokens; a shorter sequence uses less."""
 
     num_slash: int = 64
-    """top_k: slashes per head, in blocks."""
+    """top_k: slashes per head, in blocks; a shorter sequence uses less."""
 
     sink: int = 0
     """First tokens of the sequence, forced into the verticals."""

@@ -74,7 +74,7 @@ class SparseMetricsProcessor(MetricsProcessor):
         flops = self.model_args.attention_flops_per_token(
             self.job_config.training.seq_len
         )
-        kept = flops * attention.get("sparse/density", 1.0)
+        kept = flops * attention["sparse/density"]
         self.num_flops_per_token = int(self.dense_flops_per_token + kept)
         super().log(step, global_avg_loss, global_max_loss, grad_norm, extra)
         if attention:

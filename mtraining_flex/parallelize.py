@@ -32,6 +32,7 @@ from mtraining_flex.config import Ring, job_layout, validate_job
 from mtraining_flex.config import SparseAttention as SparseConfig
 from mtraining_flex.cpu_device import available_device_type
 from mtraining_flex.layout import Layout
+from mtraining_flex.pattern.scores import check_probe_kernels
 from mtraining_flex.ring.backends import resolve_backend
 
 _SEARCH = torch.ops.mtraining.search_pattern.default
@@ -146,9 +147,14 @@ def apply_sparse_attention(
             parallelize_module(module, mesh, style)
     head_dim = model.layers["0"].attention.head_dim
     dtype = TORCH_DTYPE_MAP[job_config.training.mixed_precision_param]
+    device_type, granularity = available_device_type(), sparse.granularity
     backend, reason = resolve_backend(
-        sparse.backend, available_device_type(), sparse.granularity, dtype, head_dim
+        sparse.backend, device_type, granularity, dtype, head_dim
     )
+    if sparse.pattern == "vertical_slash":
+        check_probe_kernels(
+            device_type, dtype, head_dim, granularity, sparse.probe_rows
+        )
     logger.info(
         f"Applied sparse attention to {len(modules)} layers: pattern {sparse.pattern}, "
         f"layout {ring.layout}, rotation {ring.rotation} over {layouts[0].cp_size} "

@@ -1,11 +1,13 @@
 """What all tests share: patterns with every kind of head, inputs, one comparison."""
 
 import random
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mtraining_flex.pattern.types import VerticalSlash, pack_pattern
+from mtraining_flex.config import SparseAttention
+from mtraining_flex.pattern.types import SENTINEL, VerticalSlash, pack_pattern
 
 HEAD_KINDS = (
     "mixed",  # some of both
@@ -81,6 +83,29 @@ def _verticals(
         return [c for c in dict.fromkeys(edges) if 0 <= c < seq_len][:cap]
     count = cap if kind == "full" else rng.randint(0, max(cap // 2, 1)) if cap else 0
     return rng.sample(range(seq_len), count)
+
+
+def small_config(**changes: Any) -> SparseAttention:
+    """The `[sparse_attention]` section for a sequence of a few short blocks."""
+    settings: dict[str, Any] = {
+        "granularity": 8,
+        "probe_rows": 8,
+        "max_vertical": 12,
+        "max_slash": 6,
+    }
+    config = SparseAttention(**(settings | changes))
+    config.validate()
+    return config
+
+
+def kept_entries(
+    pattern: VerticalSlash, kind: str, b: int = 0, h: int = 0
+) -> list[int]:
+    """A head's list, "slash" or "vertical"; behind it there is only padding."""
+    count = getattr(pattern, f"num_{kind}")[b, h]
+    row = getattr(pattern, kind)[b, h]
+    assert (row[:count].diff() > 0).all() and (row[count:] == SENTINEL).all()
+    return row[:count].tolist()
 
 
 def random_qkv(

@@ -20,6 +20,7 @@ from torchtitan.models.llama3.model.model import Transformer, TransformerBlock
 from torchtitan.models.utils import trunc_normal_
 from torchtitan.protocols.model import AttentionMasksType
 
+from mtraining_flex.attention import SparseAttention
 from mtraining_flex.models.init import full_shape_parameters
 from mtraining_flex.models.rope import apply_rotary, rotary_table, shield, unshield
 
@@ -50,8 +51,6 @@ def inner_attention(layer_id: int, model_args: DecoderArgs) -> nn.Module:
     """
     match model_args.attn_type:
         case "sparse":
-            from mtraining_flex.attention import SparseAttention
-
             return SparseAttention(layer_id)
         case "sdpa":
             return ScaledDotProductAttentionWrapper()
@@ -210,10 +209,12 @@ class Decoder(Transformer):
                 0, which is right only for whole sequences of one document each.
 
         Raises:
-            ValueError: a mask, or positions that do not fit the tokens.
+            ValueError: a mask, positions that do not fit the tokens, or none where a
+                ring has spread the sequence over its ranks.
         """
         batch, seq_len = tokens.shape
         if positions is None:
+            self._check_whole_sequence()
             positions = torch.arange(seq_len, device=tokens.device)[None]
         if positions.shape not in ((1, seq_len), (batch, seq_len)):
             raise ValueError(
@@ -225,6 +226,16 @@ class Decoder(Transformer):
         for layer in self.layers.values():
             h = layer(h, table, attention_masks, positions)
         return self.output(self.norm(h))
+
+    def _check_whole_sequence(self) -> None:
+        """Ranks of a ring that each counted from 0 would train smoothly, and wrong."""
+        for module in self.modules():
+            if isinstance(module, SparseAttention) and module.cp_size > 1:
+                raise ValueError(
+                    "positions must be given: the ring spreads a sequence over "
+                    f"{module.cp_size} ranks, and a rank's tokens are not at 0, 1, 2, "
+                    "..."
+                )
 
 
 def count_nparams_and_flops(model: nn.Module, tied: bool) -> tuple[int, int]:

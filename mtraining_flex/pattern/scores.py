@@ -82,9 +82,35 @@ def score_keys(
     return Scores(vertical, fused(("fold",), _fold, parts), probe_rows)
 
 
+def check_probe_kernels(
+    device_type: str,
+    dtype: torch.dtype,
+    head_dim: int,
+    granularity: int,
+    probe_rows: int,
+) -> None:
+    """Refuse before the first step what the probe's kernels would refuse in it.
+
+    Raises:
+        ValueError: names the setting and both numbers.
+    """
+    if not _has_kernels(device_type, dtype):
+        return
+    from kernels_triton import probe
+
+    try:
+        probe.check_supported(probe_rows, granularity, head_dim, dtype)
+    except ValueError as error:
+        raise ValueError(f"sparse_attention: {error}") from None
+
+
+def _has_kernels(device_type: str, dtype: torch.dtype) -> bool:
+    return device_type == "cuda" and dtype != torch.float64
+
+
 def _kernels(q: Tensor) -> ModuleType:
     """The Triton probe on a GPU, its twin in fp64 elsewhere."""
-    if q.is_cuda and q.dtype != torch.float64:
+    if _has_kernels(q.device.type, q.dtype):
         from kernels_triton import probe
 
         return probe
@@ -162,7 +188,6 @@ def probe_recall(
 
     Exact over the union: a column counts where no slash keeps its block. Collective.
     """
-    g, n = layout.granularity, layout.local_blocks
     mass = scores.vertical.double()  # [B, H, RG, S_local]
     groups = mass.shape[2]
     key_block = _blocks(layout, comm.rank, mass.device)  # [N]
@@ -178,7 +203,6 @@ def probe_recall(
         is_vertical = pattern.vertical.gather(-1, place) == position
     else:
         is_vertical = torch.zeros_like(position, dtype=torch.bool)
-    kept = kept_block.repeat_interleave(g, 3) | is_vertical[:, :, None]
+    kept = kept_block.repeat_interleave(layout.granularity, 3) | is_vertical[:, :, None]
     total = (mass * kept).sum((2, 3)).mean() / scores.probe_rows
-    assert kept_block.shape[3] == n
     return comm.all_reduce(total)

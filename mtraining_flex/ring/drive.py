@@ -232,25 +232,27 @@ class _Homebound:
     """
 
     def __init__(self, ring: Ring, like: Tensor):
-        self.ring = ring
+        self.ring, self.dtype = ring, compute_dtype(like.dtype)
         self.transfer: Transfer | None = None
-        everyone = (ring.comm.size,) if ring.rotation == "allgather" else ()
-        self.sum = like.new_zeros(
-            *everyone, 2, *like.shape, dtype=compute_dtype(like.dtype)
-        )
+        if ring.rotation == "allgather":
+            shape = (ring.comm.size, 2, *like.shape)
+            self.sum = like.new_zeros(shape, dtype=self.dtype)
 
     def add(self, source: int, dkv: list[Tensor] | None) -> None:
         """Add this rank's part for the keys of `source`, and send the sum on."""
         if self.ring.rotation == "allgather":
             if dkv is not None:
-                self.sum[source][0] += dkv[0]
-                self.sum[source][1] += dkv[1]
+                self.sum[source][0].copy_(dkv[0])
+                self.sum[source][1].copy_(dkv[1])
             return
-        if self.transfer is not None:
+        if self.transfer is None:  # the own keys come first
+            assert dkv is not None, "own keys are never causally empty"
+            self.sum = torch.stack(dkv).to(self.dtype)
+        else:
             self.sum = self.transfer.wait()
-        if dkv is not None:
-            self.sum[0] += dkv[0]
-            self.sum[1] += dkv[1]
+            if dkv is not None:
+                self.sum[0] += dkv[0]
+                self.sum[1] += dkv[1]
         if self.ring.comm.size > 1:
             self.transfer = self.ring.comm.hop("dkv", self.sum)
 
@@ -261,11 +263,26 @@ class _Homebound:
         return self.sum if self.transfer is None else self.transfer.wait()
 
 
-def _own_columns(ring: Ring, pattern: VerticalSlash) -> tuple[Tensor, Tensor]:
-    """Local index of each column, and whether this rank owns it: [B, H, J g]."""
+def _own_columns(
+    ring: Ring, pattern: VerticalSlash, kv: Tensor, heads: int
+) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+    """Where this rank keeps each column.
+
+    Args:
+        kv: keys or values, `[B, HK, S, D]`.
+        heads: query heads, H.
+
+    Returns:
+        Batch entry, kv head and token of each, int64, together [B, H, J g] (some token
+        where not owned); and where this rank does not own it, bool [B, H, J g, 1].
+    """
     positions = pad_columns(pattern.vertical, ring.layout.granularity)
-    index, owned = ring.layout.local_index(positions, ring.comm.rank)
-    return index.long(), owned & (positions < SENTINEL)
+    token, owned = ring.layout.local_index(positions, ring.comm.rank)
+    batch, kv_heads = kv.shape[:2]
+    b = torch.arange(batch, device=kv.device)[:, None, None]
+    h = torch.arange(heads, device=kv.device)[:, None] // (heads // kv_heads)
+    foreign = ~owned | (positions == SENTINEL)
+    return (b, h, token.long().expand(batch, heads, -1)), foreign[..., None]
 
 
 def _gather_columns(
@@ -278,13 +295,10 @@ def _gather_columns(
     """
     if pattern.vertical.shape[-1] == 0:
         return None
-    index, owned = _own_columns(ring, pattern)  # [B, H, J g]
-    batch, kv_heads = k.shape[:2]
-    b = torch.arange(batch, device=k.device)[:, None, None]
-    h = torch.arange(heads, device=k.device)[None, :, None] // (heads // kv_heads)
-    index = index.expand(batch, heads, -1)
-    columns = torch.stack([k[b, h, index], v[b, h, index]])
-    return ring.comm.all_reduce(columns * owned[..., None])
+    at, foreign = _own_columns(ring, pattern, k, heads)
+    columns = torch.stack([k[at], v[at]])
+    # Not a product with 0: NaN in the token that stands in would reach every rank.
+    return ring.comm.all_reduce(columns.masked_fill_(foreign, 0.0))
 
 
 def _scatter_columns(
@@ -295,12 +309,9 @@ def _scatter_columns(
     `index_add_` is deterministic in torch's deterministic mode; heads of a group may
     share a token.
     """
-    index, owned = _own_columns(ring, pattern)
-    _, batch, kv_heads, length, dim = dkv.shape
-    heads = grads.shape[2]
-    b = torch.arange(batch, device=dkv.device)[:, None, None]
-    h = torch.arange(heads, device=dkv.device)[None, :, None] // (heads // kv_heads)
-    token = ((b * kv_heads + h) * length + index).flatten()  # [B H J g]
-    grads = grads * owned[..., None]
+    (b, h, token), foreign = _own_columns(ring, pattern, dkv[0], grads.shape[2])
+    kv_heads, length, dim = dkv.shape[2:]
+    row = ((b * kv_heads + h) * length + token).flatten()  # [B H J g]
+    grads = grads.masked_fill(foreign, 0.0)
     for total, grad in zip(dkv, grads, strict=True):
-        total.view(-1, dim).index_add_(0, token, grad.reshape(-1, dim))
+        total.view(-1, dim).index_add_(0, row, grad.reshape(-1, dim))

@@ -69,15 +69,19 @@ class FlexStep:
 
 
 def _addressable(kernels: str, *tensors: Tensor) -> list[Tensor]:
-    """Tensors that the Triton templates can address; a copy of those they cannot.
+    """Tensors that the kernels can address; a head-major copy of those they cannot.
 
-    The templates (torch 2.11 and 2.13) multiply row numbers and strides in int32, and
-    read elsewhere where that wraps: K as a view of fused QKV at 512K tokens, for one. A
-    head-major copy has the smallest strides. FLASH computes in int64.
+    The Triton templates (torch 2.11 and 2.13) multiply row numbers and strides in
+    int32, and read elsewhere where that wraps: K as a view of fused QKV at 512K tokens,
+    for one. FLASH computes in int64. Both want rows in one piece, which the expanded
+    gradient of `out.sum()` has not.
     """
-    if kernels == "FLASH":
-        return list(tensors)
-    return [x if _last_offset(x) < 2**31 else x.contiguous() for x in tensors]
+    return [
+        x
+        if x.stride(-1) == 1 and (kernels == "FLASH" or _last_offset(x) < 2**31)
+        else x.contiguous()
+        for x in tensors
+    ]
 
 
 def _last_offset(x: Tensor) -> int:

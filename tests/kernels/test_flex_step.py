@@ -126,6 +126,15 @@ def test_b30_triton_gets_rows_that_int32_can_count():
     assert flex_step._addressable("TRITON", q[:, :, :seq_len])[0].stride(2) == 32 * dim
 
 
+@pytest.mark.parametrize("kernels", ["TRITON", "FLASH"])
+def test_an_expanded_gradient_is_written_out(kernels):
+    """That of `out.sum()` is one number for all elements."""
+    expanded = torch.ones(()).expand(1, 2, 256, 64)
+    rows = torch.ones(1, 2, 64, 256).mT
+    for x in flex_step._addressable(kernels, expanded, rows):
+        assert x.is_contiguous()
+
+
 # --- on a GPU -------------------------------------------------------------------------
 
 

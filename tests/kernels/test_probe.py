@@ -392,9 +392,9 @@ def test_errors(twin: ModuleType, message: str, change: dict[str, Any]) -> None:
     ("message", "case", "dtype"),
     [
         ("granularity", Case(1, 1, 1, 8, 16, 8, 2), torch.float32),
-        ("probe rows", Case(1, 1, 1, 129, 16, 64, 4), torch.float32),
-        ("head dim", Case(1, 1, 1, 8, 8, 16, 2), torch.float32),
-        ("head dim", Case(1, 1, 1, 8, 256, 16, 2), torch.float32),
+        ("probe_rows", Case(1, 1, 1, 129, 16, 64, 4), torch.float32),
+        ("head_dim", Case(1, 1, 1, 8, 8, 16, 2), torch.float32),
+        ("head_dim", Case(1, 1, 1, 8, 256, 16, 2), torch.float32),
         ("bfloat16, float16 or", Case(1, 1, 1, 8, 16, 16, 2), torch.float64),
         pytest.param(
             "interpreter",

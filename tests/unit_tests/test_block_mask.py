@@ -36,17 +36,9 @@ from tests.helpers import assert_close, random_pattern, random_qkv
 G = 4  # granularity
 SIZES = (1, 2, 3, 4, 8)
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 every_layout = pytest.mark.parametrize("name", LAYOUTS)
 every_size = pytest.mark.parametrize("cp_size", SIZES)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """The tensors are small."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def _cases(

@@ -24,11 +24,15 @@ from torch.distributed.tensor import DTensor
 
 from mtraining_flex import cpu_device
 from mtraining_flex.attention import SparseAttention
+from mtraining_flex.config import Ring
+from mtraining_flex.config import SparseAttention as SparseConfig
+from mtraining_flex.layout import Layout, build_layout
 from mtraining_flex.models.common import Attention, Decoder, inner_attention
 from mtraining_flex.models.init import full_shape_parameters
 from mtraining_flex.models.llama3 import Llama3, Llama3Args, llama3_flavors
 from mtraining_flex.models.qwen2 import Qwen2, Qwen2Args, qwen2_flavors
 from mtraining_flex.models.rope import apply_rotary, rotary_table, shield, unshield
+from mtraining_flex.ring.simulate import run_ranks
 from tests.helpers import assert_close
 
 FAR = (0, 1, 256, 257, 15962, 262143, 524287, 2**20 - 1)
@@ -368,6 +372,31 @@ def test_masks_and_misfit_positions_are_refused(build: Callable[[], Decoder]) ->
     for shape in ((1, 1), (1, 7), (3, 8), (2, 1)):
         with pytest.raises(ValueError, match="do not fit tokens"):
             model(tokens, positions=torch.zeros(shape, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(
+    ("model_class", "args"),
+    [(Llama3, llama3_flavors["tiny"]), (Qwen2, qwen2_flavors["tiny"])],
+)
+def test_a_ring_needs_positions(model_class: Any, args: Any) -> None:
+    """Ranks that each count from 0 would train smoothly."""
+    model, tokens = model_class(args), _tokens(1, 32)
+    for cp_size in (1, 2):
+        layout = build_layout("striped", 32 * cp_size, cp_size, 16)
+
+        def rank(comm: Any, layout: Layout = layout) -> None:
+            for layer in model.layers.values():
+                config = SparseConfig(granularity=16, probe_rows=8)
+                layer.attention.inner_attention.configure(
+                    config, Ring(), [layout], comm
+                )
+            model(tokens)
+
+        if cp_size == 1:
+            run_ranks(1, rank)
+            continue
+        with pytest.raises(ValueError, match="positions must be given.*2 ranks"):
+            run_ranks(2, rank)
 
 
 @both_models

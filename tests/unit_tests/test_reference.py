@@ -1,13 +1,10 @@
 """The oracle itself, against definitions even plainer than its own."""
 
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mtraining_flex.config import SparseAttention
 from mtraining_flex.pattern.types import (
     SENTINEL,
     VerticalSlash,
@@ -19,26 +16,13 @@ from mtraining_flex.reference import (
     reference_attention,
     reference_pattern,
 )
-from tests.helpers import assert_close, random_pattern, random_qkv
-
-
-def _config(**changes: Any) -> SparseAttention:
-    settings: dict[str, Any] = {
-        "granularity": 8,
-        "probe_rows": 8,
-        "max_vertical": 12,
-        "max_slash": 6,
-    }
-    config = SparseAttention(**(settings | changes))
-    config.validate()
-    return config
-
-
-def _kept(pattern: VerticalSlash, kind: str, b: int = 0, h: int = 0) -> list[int]:
-    count = getattr(pattern, f"num_{kind}")[b, h]
-    row = getattr(pattern, kind)[b, h]
-    assert (row[count:] == SENTINEL).all()
-    return row[:count].tolist()
+from tests.helpers import (
+    assert_close,
+    kept_entries,
+    random_pattern,
+    random_qkv,
+    small_config,
+)
 
 
 def _planted(seq_len: int, head_dim: int, columns: dict[int, float]) -> Tensor:
@@ -63,8 +47,8 @@ def test_allowed_pairs_is_the_definition(granularity: int) -> None:
     actual = allowed_pairs(pattern, seq_len, granularity)
     for b in range(2):
         for h in range(3):
-            slash = set(_kept(pattern, "slash", b, h))
-            vertical = set(_kept(pattern, "vertical", b, h))
+            slash = set(kept_entries(pattern, "slash", b, h))
+            vertical = set(kept_entries(pattern, "vertical", b, h))
             expected = [
                 [
                     k <= q
@@ -189,10 +173,10 @@ def test_tokens_change_nothing_before_them() -> None:
 def test_planted_columns_are_found() -> None:
     q, k = _planted(64, 4, {5: 20.0, 23: 19.0, 40: 18.0})
     pattern = reference_pattern(
-        q, k, _config(budget="top_k", num_vertical=3, num_slash=1), scale=1.0
+        q, k, small_config(budget="top_k", num_vertical=3, num_slash=1), scale=1.0
     )
-    assert _kept(pattern, "vertical") == [5, 23, 40]
-    assert _kept(pattern, "slash") == [0]
+    assert kept_entries(pattern, "vertical") == [5, 23, 40]
+    assert kept_entries(pattern, "slash") == [0]
 
 
 def test_planted_diagonals_are_found() -> None:
@@ -203,14 +187,14 @@ def test_planted_diagonals_are_found() -> None:
     for row in range(distance, seq_len):
         q[0, 0, row, row - distance] = 1.0
     # 20 = 2 * 8 + 4: half of the mass in offset 2, half in offset 3.
-    config = _config(budget="top_k", num_vertical=1, num_slash=3)
+    config = small_config(budget="top_k", num_vertical=1, num_slash=3)
     pattern = reference_pattern(q, k, config, scale=1.0)
-    assert _kept(pattern, "slash") == [0, 2, 3]
+    assert kept_entries(pattern, "slash") == [0, 2, 3]
     # The mass of the two together is nearly all: p = 0.9 needs both, 0.4 only one, and
     # of equals the nearer.
     for p, expected in ((0.9, [0, 2, 3]), (0.4, [0, 2])):
-        pattern = reference_pattern(q, k, _config(slash_p=p), scale=1.0)
-        assert _kept(pattern, "slash") == expected
+        pattern = reference_pattern(q, k, small_config(slash_p=p), scale=1.0)
+        assert kept_entries(pattern, "slash") == expected
 
 
 def test_slash_shares_are_the_rows_of_a_diagonal() -> None:
@@ -222,79 +206,90 @@ def test_slash_shares_are_the_rows_of_a_diagonal() -> None:
         assert near == 1 - (distance % g) / g
     # One row that sees one key, at distance 13 = 8 + 5: 3/8 in offset 1, 5/8 in 2.
     q, k = _planted(seq_len, 4, {seq_len - 14: 60.0})
-    config = _config(probe_rows=1, local_window=1, slash_p=0.6)
-    assert _kept(reference_pattern(q, k, config, scale=1.0), "slash") == [0, 2]
-    config = _config(probe_rows=1, local_window=1, slash_p=0.7)
-    assert _kept(reference_pattern(q, k, config, scale=1.0), "slash") == [0, 1, 2]
+    config = small_config(probe_rows=1, local_window=1, slash_p=0.6)
+    assert kept_entries(reference_pattern(q, k, config, scale=1.0), "slash") == [0, 2]
+    config = small_config(probe_rows=1, local_window=1, slash_p=0.7)
+    assert kept_entries(reference_pattern(q, k, config, scale=1.0), "slash") == [
+        0,
+        1,
+        2,
+    ]
 
 
 def test_mass_beyond_the_last_offset_stays_in_it() -> None:
     q, k = _planted(64, 4, {0: 60.0})  # from the last row: distance 63 = 7 * 8 + 7
-    config = _config(probe_rows=1, slash_p=0.5)  # 1/8 in offset 7 would not do
-    assert _kept(reference_pattern(q, k, config, scale=1.0), "slash") == [0, 7]
-    config = _config(probe_rows=1, slash_p=0.99, max_slash=8)  # and 7 holds all
-    assert _kept(reference_pattern(q, k, config, scale=1.0), "slash") == [0, 7]
+    config = small_config(probe_rows=1, slash_p=0.5)  # 1/8 in offset 7 would not do
+    assert kept_entries(reference_pattern(q, k, config, scale=1.0), "slash") == [0, 7]
+    config = small_config(probe_rows=1, slash_p=0.99, max_slash=8)  # and 7 holds all
+    assert kept_entries(reference_pattern(q, k, config, scale=1.0), "slash") == [0, 7]
 
 
 def test_top_p_includes_the_entry_that_crosses() -> None:
     # One column of mass 0.93 on 64 tokens: e^x / (e^x + 63) at the last row.
     logit = torch.tensor(0.93 / 0.07 * 63, dtype=torch.float64).log().item()
     q, k = _planted(64, 4, {17: logit})
-    config = _config(probe_rows=1, vertical_p=0.9)
-    assert _kept(reference_pattern(q, k, config, scale=1.0), "vertical") == [17]
-    config = _config(probe_rows=1, vertical_p=0.931)
+    config = small_config(probe_rows=1, vertical_p=0.9)
+    assert kept_entries(reference_pattern(q, k, config, scale=1.0), "vertical") == [17]
+    config = small_config(probe_rows=1, vertical_p=0.931)
     # 0.07 / 63 = 0.0011 each: one more entry crosses, and of equals the lowest.
-    assert _kept(reference_pattern(q, k, config, scale=1.0), "vertical") == [0, 17]
+    assert kept_entries(reference_pattern(q, k, config, scale=1.0), "vertical") == [
+        0,
+        17,
+    ]
 
 
 def test_a_uniform_head_fills_the_cap_from_the_lowest_index() -> None:
     q, k = _planted(64, 4, {})
-    pattern = reference_pattern(q, k, _config(probe_rows=1), scale=1.0)
-    assert _kept(pattern, "vertical") == list(range(12))
+    pattern = reference_pattern(q, k, small_config(probe_rows=1), scale=1.0)
+    assert kept_entries(pattern, "vertical") == list(range(12))
 
 
 def test_p_one_keeps_all_up_to_the_cap() -> None:
     q, k = _planted(64, 4, {30: 60.0})  # all mass on one column
-    config = _config(vertical_p=1.0, slash_p=1.0, probe_rows=1)
+    config = small_config(vertical_p=1.0, slash_p=1.0, probe_rows=1)
     pattern = reference_pattern(q, k, config, scale=1.0)
-    assert _kept(pattern, "vertical") == [*range(11), 30]
-    assert len(_kept(pattern, "slash")) == 6
-    config = _config(vertical_p=1.0, slash_p=1.0, max_vertical=99, max_slash=99)
+    assert kept_entries(pattern, "vertical") == [*range(11), 30]
+    assert len(kept_entries(pattern, "slash")) == 6
+    config = small_config(vertical_p=1.0, slash_p=1.0, max_vertical=99, max_slash=99)
     pattern = reference_pattern(q, k, config, scale=1.0)
-    assert _kept(pattern, "vertical") == list(range(64))
-    assert _kept(pattern, "slash") == list(range(8))
+    assert kept_entries(pattern, "vertical") == list(range(64))
+    assert kept_entries(pattern, "slash") == list(range(8))
     assert pattern.vertical.shape == (1, 1, 64) and pattern.slash.shape == (1, 1, 8)
 
 
 @pytest.mark.parametrize("budget", ["top_p", "top_k"])
 def test_forced_entries_come_first(budget: str) -> None:
     q, k = _planted(64, 4, {30: 60.0})
-    config = _config(budget=budget, sink=3, local_window=2, num_vertical=4, num_slash=2)
+    config = small_config(
+        budget=budget, sink=3, local_window=2, num_vertical=4, num_slash=2
+    )
     pattern = reference_pattern(q, k, config, scale=1.0)
-    assert _kept(pattern, "vertical") == [0, 1, 2, 30]
-    assert _kept(pattern, "slash")[:2] == [0, 1]
+    assert kept_entries(pattern, "vertical") == [0, 1, 2, 30]
+    assert kept_entries(pattern, "slash")[:2] == [0, 1]
     if budget == "top_k":
-        assert _kept(pattern, "slash") == [0, 1]
+        assert kept_entries(pattern, "slash") == [0, 1]
 
 
 def test_more_forced_entries_than_the_count_are_refused() -> None:
     with pytest.raises(ValueError, match=r"sink \(3\).*num_vertical \(2\)"):
-        _config(budget="top_k", sink=3, num_vertical=2, num_slash=1)
+        small_config(budget="top_k", sink=3, num_vertical=2, num_slash=1)
 
 
 def test_a_dense_pattern_keeps_every_block() -> None:
     q, k, _ = random_qkv(1, 2, 1, 64, 4, torch.float64, seed=8)
-    pattern = reference_pattern(q, k, _config(pattern="dense"))
+    pattern = reference_pattern(q, k, small_config(pattern="dense"))
     assert allowed_pairs(pattern, 64, 8).sum() == 64 * 65 // 2
 
 
 def test_each_head_is_searched_with_its_kv_head() -> None:
     q, k, _ = random_qkv(2, 4, 2, 64, 4, torch.float64, seed=9)
-    together = reference_pattern(q, k, _config())
+    together = reference_pattern(q, k, small_config())
     for b in range(2):
         for h in range(4):
             alone = reference_pattern(
-                q[b : b + 1, h : h + 1], k[b : b + 1, h // 2 : h // 2 + 1], _config()
+                q[b : b + 1, h : h + 1],
+                k[b : b + 1, h // 2 : h // 2 + 1],
+                small_config(),
             )
             for name in ("vertical", "slash"):
-                assert _kept(alone, name) == _kept(together, name, b, h)
+                assert kept_entries(alone, name) == kept_entries(together, name, b, h)

@@ -4,7 +4,7 @@ Rings are simulated (`ring.simulate`): the real loops, operators and layouts, a 
 for each rank. All is compared with `reference_attention` and its autograd in fp64.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -38,16 +38,8 @@ ROTATIONS = ("ring", "allgather")
 G = 4  # granularity
 Results = tuple[Tensor, Tensor, Tensor, Tensor]  # out, dq, dk, dv
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 every_layout = pytest.mark.parametrize("name", LAYOUTS)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Ranks are threads already, and the tensors are small."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def _ring(
@@ -572,6 +564,21 @@ def test_tokens_change_nothing_before_them(name: str, size: int) -> None:
         for grad in grads:
             assert not grad[:, :, i + 1 :].any()
             assert grad[:, :, : i + 1].any()
+
+
+@every_layout
+def test_a_nan_stays_where_it_is_seen(name: str) -> None:
+    """A key that is NaN, first of its rank's, does not spread with the columns."""
+    layout = build_layout(name, 64, 4, G)
+    pattern = random_pattern(1, 6, 64, G, max_slash=5, max_vertical=9, seed=2)
+    q, k, v = random_qkv(1, 6, 2, 64, 8, torch.float32, seed=15)
+    bad = int(layout.positions(1)[0])
+    poisoned = k.clone()
+    poisoned[:, :, bad] = torch.nan
+    dout = _grad_like(q)
+    out, new = (_ring((q, x, v), dout, pattern, layout)[0] for x in (k, poisoned))
+    assert torch.equal(new[:, :, :bad], out[:, :, :bad])
+    assert new[:, :, bad].isnan().any()
 
 
 # What is counted

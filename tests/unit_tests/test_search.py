@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from mtraining_flex.config import SparseAttention
 from mtraining_flex.layout import LAYOUTS, build_layout
 from mtraining_flex.pattern import find_pattern
 from mtraining_flex.pattern.budget import layer_budget, list_widths
-from mtraining_flex.pattern.scores import probe_recall
+from mtraining_flex.pattern.scores import check_probe_kernels, probe_recall
 from mtraining_flex.pattern.search import SearchOptions, search
 from mtraining_flex.pattern.types import (
     SENTINEL,
@@ -25,38 +25,10 @@ from mtraining_flex.pattern.types import (
 from mtraining_flex.reference import allowed_pairs, reference_pattern
 from mtraining_flex.ring.comm import comm_for
 from mtraining_flex.ring.simulate import run_ranks
-from tests.helpers import assert_close, random_qkv
+from tests.helpers import assert_close, kept_entries, random_qkv, small_config
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 every_layout = pytest.mark.parametrize("name", LAYOUTS)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Ranks are threads already, and the tensors are small."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def _config(**changes: Any) -> SparseAttention:
-    settings: dict[str, Any] = {
-        "granularity": 8,
-        "probe_rows": 8,
-        "max_vertical": 12,
-        "max_slash": 6,
-    }
-    config = SparseAttention(**(settings | changes))
-    config.validate()
-    return config
-
-
-def _kept(pattern: VerticalSlash, kind: str, b: int = 0, h: int = 0) -> list[int]:
-    """A head's list; behind it there is only padding."""
-    count = getattr(pattern, f"num_{kind}")[b, h]
-    row = getattr(pattern, kind)[b, h]
-    assert (row[:count].diff() > 0).all() and (row[count:] == SENTINEL).all()
-    return row[:count].tolist()
 
 
 def _assert_same(actual: VerticalSlash, expected: VerticalSlash) -> None:
@@ -129,7 +101,7 @@ ORACLE_CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", ORACLE_CASES)
 @pytest.mark.parametrize("heads", [(2, 4, 2), (1, 3, 1), (1, 2, 2)])
 def test_the_oracle_finds_the_same(case: str, heads: tuple[int, int, int]) -> None:
-    config = _config(**ORACLE_CASES[case])
+    config = small_config(**ORACLE_CASES[case])
     for seed in range(3):
         q, k, _ = random_qkv(*heads, 64, 8, torch.float64, seed=seed)
         q = q * (1 + 2 * seed)  # from flat to peaked heads
@@ -138,9 +110,9 @@ def test_the_oracle_finds_the_same(case: str, heads: tuple[int, int, int]) -> No
 
 def test_the_oracle_finds_the_same_at_another_scale() -> None:
     q, k, _ = random_qkv(1, 4, 2, 64, 8, torch.float64, seed=1)
-    found = find_pattern(q, k, _config(), scale=1.5)
-    _assert_same(found, reference_pattern(q, k, _config(), scale=1.5))
-    other = find_pattern(q, k, _config()).vertical
+    found = find_pattern(q, k, small_config(), scale=1.5)
+    _assert_same(found, reference_pattern(q, k, small_config(), scale=1.5))
+    other = find_pattern(q, k, small_config()).vertical
     assert not torch.equal(found.vertical, other)
 
 
@@ -148,13 +120,13 @@ def test_the_oracle_finds_the_same_at_another_scale() -> None:
 def test_the_oracle_finds_the_same_in_low_precision(dtype: torch.dtype) -> None:
     q, k, _ = random_qkv(2, 4, 2, 64, 16, dtype, seed=2)
     for case in ("roomy", "top_k", "forced"):
-        config = _config(**ORACLE_CASES[case])
+        config = small_config(**ORACLE_CASES[case])
         _assert_same(find_pattern(q, k, config), reference_pattern(q, k, config))
 
 
 def test_an_upcast_changes_nothing() -> None:
     q, k, _ = random_qkv(2, 4, 2, 64, 16, torch.bfloat16, seed=3)
-    config = _config(max_vertical=40, vertical_p=0.7)
+    config = small_config(max_vertical=40, vertical_p=0.7)
     found = find_pattern(q, k, config)
     for dtype in (torch.float32, torch.float64):
         _assert_same(find_pattern(q.to(dtype), k.to(dtype), config), found)
@@ -162,24 +134,26 @@ def test_an_upcast_changes_nothing() -> None:
 
 def test_lists_have_static_widths_and_no_gradient() -> None:
     q, k, _ = random_qkv(2, 4, 2, 64, 8, torch.float32, seed=4)
-    found = find_pattern(q.requires_grad_(), k.requires_grad_(), _config(sink=2))
+    found = find_pattern(q.requires_grad_(), k.requires_grad_(), small_config(sink=2))
     assert found.slash.shape == (2, 4, 6) and found.vertical.shape == (2, 4, 12)
     assert not any(t.requires_grad for t in found.tensors())
-    wide = find_pattern(q, k, _config(max_slash=99, max_vertical=999))
+    wide = find_pattern(q, k, small_config(max_slash=99, max_vertical=999))
     assert wide.slash.shape == (2, 4, 8) and wide.vertical.shape == (2, 4, 64)
 
 
 def test_strides_of_q_and_k_change_nothing() -> None:
     q, k, _ = random_qkv(1, 4, 2, 64, 8, torch.bfloat16, seed=5)
     token_major = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k)]
-    _assert_same(find_pattern(*token_major, _config()), find_pattern(q, k, _config()))
+    _assert_same(
+        find_pattern(*token_major, small_config()), find_pattern(q, k, small_config())
+    )
 
 
 def test_rows_before_the_probe_are_not_read() -> None:
     q, k, _ = random_qkv(1, 2, 1, 64, 8, torch.float64, seed=6)
-    found = find_pattern(q, k, _config())
+    found = find_pattern(q, k, small_config())
     q[:, :, :-8] = torch.nan
-    _assert_same(find_pattern(q, k, _config()), found)
+    _assert_same(find_pattern(q, k, small_config()), found)
 
 
 # What is planted is found
@@ -187,28 +161,28 @@ def test_rows_before_the_probe_are_not_read() -> None:
 
 def test_planted_columns_are_found() -> None:
     q, k = _planted({5: 20.0, 23: 19.0, 40: 18.0})
-    config = _config(budget="top_k", num_vertical=3, num_slash=1)
+    config = small_config(budget="top_k", num_vertical=3, num_slash=1)
     found = find_pattern(q, k, config, scale=1.0)
-    assert _kept(found, "vertical") == [5, 23, 40]
-    assert _kept(found, "slash") == [0]
+    assert kept_entries(found, "vertical") == [5, 23, 40]
+    assert kept_entries(found, "slash") == [0]
 
 
 def test_planted_diagonals_are_found() -> None:
     q, k = _diagonal(20)  # 20 = 2 * 8 + 4: half in offset 2, half in 3
-    config = _config(budget="top_k", num_vertical=1, num_slash=3)
-    assert _kept(find_pattern(q, k, config, scale=1.0), "slash") == [0, 2, 3]
+    config = small_config(budget="top_k", num_vertical=1, num_slash=3)
+    assert kept_entries(find_pattern(q, k, config, scale=1.0), "slash") == [0, 2, 3]
     for p, expected in ((0.9, [0, 2, 3]), (0.4, [0, 2])):  # of equals the nearer
-        found = find_pattern(q, k, _config(slash_p=p), scale=1.0)
-        assert _kept(found, "slash") == expected
+        found = find_pattern(q, k, small_config(slash_p=p), scale=1.0)
+        assert kept_entries(found, "slash") == expected
 
 
 @pytest.mark.parametrize("distance", range(0, 24))
 def test_a_diagonal_of_each_distance_is_found(distance: int) -> None:
     """Both offsets that a diagonal crosses; on a multiple of g there is only one."""
     q, k = _diagonal(distance)
-    found = find_pattern(q, k, _config(slash_p=0.95), scale=1.0)
+    found = find_pattern(q, k, small_config(slash_p=0.95), scale=1.0)
     crossed = {distance // 8, -(-distance // 8)}
-    assert _kept(found, "slash") == sorted({0} | crossed)
+    assert kept_entries(found, "slash") == sorted({0} | crossed)
 
 
 @pytest.mark.parametrize("p", [0.9, 0.93 - 1e-5])
@@ -216,64 +190,66 @@ def test_top_p_keeps_the_entry_that_crosses(p: float) -> None:
     # One column of mass 0.93 on 64 tokens: e^x / (e^x + 63) at the last row.
     logit = math.log(0.93 / 0.07 * 63)
     q, k = _planted({17: logit})
-    found = find_pattern(q, k, _config(probe_rows=1, vertical_p=p), scale=1.0)
-    assert _kept(found, "vertical") == [17]
+    found = find_pattern(q, k, small_config(probe_rows=1, vertical_p=p), scale=1.0)
+    assert kept_entries(found, "vertical") == [17]
     # 0.07 / 63 = 0.0011 each: one more entry crosses, and of equals the lowest.
-    found = find_pattern(q, k, _config(probe_rows=1, vertical_p=0.931), scale=1.0)
-    assert _kept(found, "vertical") == [0, 17]
+    found = find_pattern(q, k, small_config(probe_rows=1, vertical_p=0.931), scale=1.0)
+    assert kept_entries(found, "vertical") == [0, 17]
 
 
 def test_a_uniform_head_fills_the_cap_from_the_lowest_index() -> None:
     q, k = _planted({})
-    found = find_pattern(q, k, _config(probe_rows=1), scale=1.0)
-    assert _kept(found, "vertical") == list(range(12))
+    found = find_pattern(q, k, small_config(probe_rows=1), scale=1.0)
+    assert kept_entries(found, "vertical") == list(range(12))
 
 
 def test_top_p_of_a_uniform_head_counts_exactly() -> None:
     """64 keys of 1/64 each: p = 1/4 is 16 of them, a hair more is 17."""
     q, k = _planted({})
     for p, count in ((0.25 - 1e-6, 16), (0.25 + 1e-6, 17)):
-        config = _config(probe_rows=1, vertical_p=p, max_vertical=64)
+        config = small_config(probe_rows=1, vertical_p=p, max_vertical=64)
         found = find_pattern(q, k, config, scale=1.0)
-        assert _kept(found, "vertical") == list(range(count))
+        assert kept_entries(found, "vertical") == list(range(count))
 
 
 @pytest.mark.parametrize("budget", ["top_p", "top_k"])
 def test_forced_entries_come_first(budget: str) -> None:
     q, k = _planted({30: 60.0})
-    config = _config(budget=budget, sink=3, local_window=2, num_vertical=4, num_slash=2)
+    config = small_config(
+        budget=budget, sink=3, local_window=2, num_vertical=4, num_slash=2
+    )
     found = find_pattern(q, k, config, scale=1.0)
-    assert _kept(found, "vertical") == [0, 1, 2, 30]
-    assert _kept(found, "slash")[:2] == [0, 1]
+    assert kept_entries(found, "vertical") == [0, 1, 2, 30]
+    assert kept_entries(found, "slash")[:2] == [0, 1]
     if budget == "top_k":
-        assert _kept(found, "slash") == [0, 1]
+        assert kept_entries(found, "slash") == [0, 1]
 
 
 def test_forced_entries_are_kept_although_they_hold_nothing() -> None:
     """The mass is reached by offset 7 alone, and the window stays."""
     q, k = _planted({0: 60.0})
-    config = _config(probe_rows=1, slash_p=0.5, local_window=4, sink=5)
+    config = small_config(probe_rows=1, slash_p=0.5, local_window=4, sink=5)
     found = find_pattern(q, k, config, scale=1.0)
-    assert _kept(found, "slash") == [0, 1, 2, 3, 7]
-    assert _kept(found, "vertical") == [0, 1, 2, 3, 4]
+    assert kept_entries(found, "slash") == [0, 1, 2, 3, 7]
+    assert kept_entries(found, "vertical") == [0, 1, 2, 3, 4]
 
 
 def test_the_diagonal_is_always_kept() -> None:
     q, k = _planted({0: 60.0})
     for changes in ({}, {"budget": "top_k", "num_slash": 1, "num_vertical": 1}):
-        found = find_pattern(q, k, _config(probe_rows=1, **changes), scale=1.0)
-        assert _kept(found, "slash")[0] == 0
+        found = find_pattern(q, k, small_config(probe_rows=1, **changes), scale=1.0)
+        assert kept_entries(found, "slash")[0] == 0
 
 
 def test_p_one_with_full_caps_keeps_everything() -> None:
     q, k = _planted({30: 60.0})  # all the mass on one column
-    config = _config(vertical_p=1.0, slash_p=1.0, max_vertical=64, max_slash=8)
+    config = small_config(vertical_p=1.0, slash_p=1.0, max_vertical=64, max_slash=8)
     found = find_pattern(q, k, config, scale=1.0)
-    assert _kept(found, "vertical") == list(range(64))
-    assert _kept(found, "slash") == list(range(8))
-    config = _config(vertical_p=1.0, slash_p=1.0)
+    assert kept_entries(found, "vertical") == list(range(64))
+    assert kept_entries(found, "slash") == list(range(8))
+    config = small_config(vertical_p=1.0, slash_p=1.0)
     found = find_pattern(q, k, config, scale=1.0)
-    assert _kept(found, "vertical") == [*range(11), 30]
+    assert kept_entries(found, "vertical") == [*range(11), 30]
 
 
 # Ranks and layouts
@@ -306,7 +282,7 @@ def test_the_pattern_is_the_same_on_any_number_of_ranks(
         {"probe_rows": 21, "sink": 2, "local_window": 2},
         {"budget": "top_k", "num_vertical": 9, "num_slash": 4, "probe_rows": 64},
     ):
-        config = _config(**changes)
+        config = small_config(**changes)
         expected = find_pattern(q, k, config)
         _assert_same(expected, reference_pattern(q, k, config))
         for found in _on_ranks(q, k, config, name, size):
@@ -320,12 +296,12 @@ def test_ties_are_cut_alike_on_any_number_of_ranks(name: str, size: int) -> None
     seq_len = 96
     q, k, _ = random_qkv(1, 2, 1, 12, 8, torch.float32, seed=9)
     q, k = q.repeat(1, 1, 8, 1), k.repeat(1, 1, 8, 1)
-    config = _config(granularity=4, probe_rows=1, max_vertical=30, vertical_p=0.5)
+    config = small_config(granularity=4, probe_rows=1, max_vertical=30, vertical_p=0.5)
     expected = find_pattern(q, k, config)
     _assert_same(expected, reference_pattern(q, k, config))
     # Of a class that is cut, the lower indices stay.
     kept = torch.zeros(seq_len, dtype=torch.bool)
-    kept[_kept(expected, "vertical")] = True
+    kept[kept_entries(expected, "vertical")] = True
     classes = kept.view(8, 12)
     assert (classes.long().diff(dim=0) <= 0).all()
     assert (classes.any(0) & ~classes.all(0)).sum() == 1
@@ -336,7 +312,7 @@ def test_ties_are_cut_alike_on_any_number_of_ranks(name: str, size: int) -> None
 @every_layout
 def test_more_columns_than_a_rank_has_tokens(name: str) -> None:
     q, k, _ = random_qkv(1, 2, 1, 128, 8, torch.float32, seed=10)
-    config = _config(max_vertical=100, vertical_p=0.999)  # 16 tokens a rank
+    config = small_config(max_vertical=100, vertical_p=0.999)  # 16 tokens a rank
     expected = find_pattern(q, k, config)
     assert (expected.num_vertical > 64).all()
     for found in _on_ranks(q, k, config, name, 8):
@@ -381,22 +357,24 @@ def test_a_budget_file_sets_single_heads(
     write: Callable[[Path, Any], str], tmp_path: Path
 ) -> None:
     q, k, _ = random_qkv(2, 4, 2, 64, 8, torch.float64, seed=11)
-    plain = _config(vertical_p=0.15)
-    config = _config(vertical_p=0.15, budget_file=write(tmp_path, LAYERS))
+    plain = small_config(vertical_p=0.15)
+    config = small_config(vertical_p=0.15, budget_file=write(tmp_path, LAYERS))
     found = find_pattern(q, k, config, layer=0)
     expected = {
-        0: _config(budget="top_k", num_vertical=3, num_slash=3),
-        1: _config(
+        0: small_config(budget="top_k", num_vertical=3, num_slash=3),
+        1: small_config(
             vertical_p=0.2, max_vertical=5, slash_p=0.4, max_slash=6
         ),  # 48 token diagonals are 6 blocks
         2: plain,  # not in the file
-        3: _config(budget="top_k", num_vertical=12, num_slash=1),
+        3: small_config(budget="top_k", num_vertical=12, num_slash=1),
     }
     for head, same in expected.items():
         alone = reference_pattern(q, k, same)
         for b in range(2):
             for kind in ("vertical", "slash"):
-                assert _kept(found, kind, b, head) == _kept(alone, kind, b, head)
+                assert kept_entries(found, kind, b, head) == kept_entries(
+                    alone, kind, b, head
+                )
     assert found.vertical.shape[-1] == 12 and found.slash.shape[-1] == 6
     # An empty layer has the section's own.
     _assert_same(find_pattern(q, k, config, layer=1), find_pattern(q, k, plain))
@@ -405,7 +383,7 @@ def test_a_budget_file_sets_single_heads(
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_budget_file_on_several_ranks(size: int, tmp_path: Path) -> None:
     q, k, _ = random_qkv(1, 4, 2, 64, 8, torch.float32, seed=12)
-    config = _config(budget_file=_json(tmp_path, LAYERS))
+    config = small_config(budget_file=_json(tmp_path, LAYERS))
     layout = build_layout("striped", 64, size, 8)
 
     def find(comm: Any) -> VerticalSlash:
@@ -452,7 +430,7 @@ def test_a_wrong_budget_file_is_refused(
     layers: Any, changes: dict[str, Any], parts: list[str], tmp_path: Path
 ) -> None:
     q, k, _ = random_qkv(1, 4, 2, 64, 8, torch.float32, seed=0)
-    config = _config(budget_file=_json(tmp_path, layers), **changes)
+    config = small_config(budget_file=_json(tmp_path, layers), **changes)
     with pytest.raises(ValueError) as error:
         find_pattern(q, k, config, layer=1)
     for part in ("sparse_attention.", *parts):
@@ -464,13 +442,13 @@ def test_a_broken_budget_file_is_refused(name: str, text: str, tmp_path: Path) -
     q, k, _ = random_qkv(1, 4, 2, 64, 8, torch.float32, seed=0)
     (tmp_path / name).write_text(text)
     with pytest.raises(ValueError, match=rf"budget_file.*{name}'\) cannot be read"):
-        find_pattern(q, k, _config(budget_file=str(tmp_path / name)), layer=0)
+        find_pattern(q, k, small_config(budget_file=str(tmp_path / name)), layer=0)
 
 
 @pytest.mark.parametrize("layer", [None, -1])
 def test_a_budget_file_needs_a_layer(layer: int | None, tmp_path: Path) -> None:
     q, k, _ = random_qkv(1, 4, 2, 64, 8, torch.float32, seed=0)
-    config = _config(budget_file=_json(tmp_path, [{}]))
+    config = small_config(budget_file=_json(tmp_path, [{}]))
     with pytest.raises(ValueError, match="layer"):
         find_pattern(q, k, config, layer=layer)
 
@@ -478,7 +456,7 @@ def test_a_budget_file_needs_a_layer(layer: int | None, tmp_path: Path) -> None:
 def test_a_missing_budget_file_is_refused() -> None:
     q, k, _ = random_qkv(1, 4, 2, 64, 8, torch.float32, seed=0)
     with pytest.raises(ValueError, match=r"budget_file \('/no/such.json'\).*not exist"):
-        find_pattern(q, k, _config(budget_file="/no/such.json"), layer=0)
+        find_pattern(q, k, small_config(budget_file="/no/such.json"), layer=0)
 
 
 # Recall
@@ -530,7 +508,7 @@ def test_probe_recall_is_the_kept_share_of_the_mass(
 ) -> None:
     q, k, _ = random_qkv(2, 4, 2, 64, 8, torch.float64, seed=13)
     for changes in ({}, {"max_vertical": 0}, {"sink": 4, "vertical_p": 0.2}):
-        config = _config(probe_rows=probe_rows, **changes)
+        config = small_config(probe_rows=probe_rows, **changes)
         found, recalls, of = _search(q, k, config, name, size)
         expected = _brute_recall(q, k, found, probe_rows).mean()
         assert 0.1 < expected < 0.99
@@ -554,19 +532,19 @@ def test_recall_reaches_p_where_no_cap_binds(p: float) -> None:
     q, k, _ = random_qkv(2, 4, 2, 64, 8, torch.float64, seed=14)
     q = q * 2
     # By verticals alone: exactly what their masses say.
-    config = _config(vertical_p=p, slash_p=1e-9, max_vertical=64, max_slash=8)
+    config = small_config(vertical_p=p, slash_p=1e-9, max_vertical=64, max_slash=8)
     found = find_pattern(q, k, config)
     assert (_brute_recall(q, k, found, 8) >= p - 1e-6).all()
     probs = _probs(q, k, 8)
     for b in range(2):
         for h in range(4):
-            columns = _kept(found, "vertical", b, h)
+            columns = kept_entries(found, "vertical", b, h)
             mass = probs[b, h].sum(0)[columns] / 8
             assert mass.sum() >= p - 1e-6
             assert mass.sum() - mass.min() < p, "the smallest such set"
     # By slashes alone: a diagonal's mass is shared between two offsets by rows, which
     # is right on average over rows.
-    config = _config(max_vertical=0, slash_p=p, max_slash=8, probe_rows=16)
+    config = small_config(max_vertical=0, slash_p=p, max_slash=8, probe_rows=16)
     found = find_pattern(q, k, config)
     recall = _brute_recall(q, k, found, 16)
     assert abs((recall - p).clamp(max=0).mean()) < 0.05
@@ -610,31 +588,47 @@ def test_a_layout_of_another_call_is_refused(
 ) -> None:
     q, k, _ = random_qkv(1, 2, 1, 64, 8, torch.float32, seed=0)
     with pytest.raises(ValueError, match=message):
-        find_pattern(q, k, _config(), layout=build_layout(*layout))
+        find_pattern(q, k, small_config(), layout=build_layout(*layout))
 
 
 def test_heads_that_do_not_divide_are_refused() -> None:
     q, _, _ = random_qkv(1, 3, 1, 64, 8, torch.float32, seed=0)
     k, _, _ = random_qkv(1, 2, 1, 64, 8, torch.float32, seed=0)
     with pytest.raises(ValueError, match=r"\(3\).*multiple.*\(2\)"):
-        find_pattern(q, k, _config())
+        find_pattern(q, k, small_config())
 
 
 def test_no_group_is_a_sequence_in_one_piece() -> None:
     q, k, _ = random_qkv(1, 2, 1, 64, 8, torch.float32, seed=1)
     _assert_same(
-        find_pattern(q, k, _config(), group=comm_for(None)),
-        find_pattern(q, k, _config()),
+        find_pattern(q, k, small_config(), group=comm_for(None)),
+        find_pattern(q, k, small_config()),
     )
 
 
 def test_nan_queries_keep_indices_in_range() -> None:
     q, k, _ = random_qkv(1, 4, 2, 64, 8, torch.float32, seed=15)
     q[0, 1] = torch.nan
-    found = find_pattern(q, k, _config())
-    alone = find_pattern(q.nan_to_num(0.0), k, _config())
+    found = find_pattern(q, k, small_config())
+    alone = find_pattern(q.nan_to_num(0.0), k, small_config())
     for entries, bound in ((found.slash, 8), (found.vertical, 64)):
         valid = entries[entries != SENTINEL]
         assert ((valid >= 0) & (valid < bound)).all()
     for head in (0, 2, 3):  # the others do not notice
-        assert _kept(found, "vertical", 0, head) == _kept(alone, "vertical", 0, head)
+        assert kept_entries(found, "vertical", 0, head) == kept_entries(
+            alone, "vertical", 0, head
+        )
+
+
+def test_what_the_gpu_probe_lacks_is_refused_by_its_setting() -> None:
+    bf16 = torch.bfloat16
+    check_probe_kernels("cuda", bf16, 128, 64, 128)
+    check_probe_kernels("cpu", bf16, 256, 256, 200)  # the naive probe takes all
+    check_probe_kernels("cuda", torch.float64, 256, 256, 200)  # and here, too
+    for head_dim, granularity, rows, message in (
+        (128, 128, 129, r"sparse_attention: probe_rows \(129\) must be at most 128"),
+        (128, 256, 64, r"sparse_attention: granularity \(256\) must be 16, 32, 64"),
+        (256, 128, 64, r"head_dim \(256\) must be 16 to 128"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check_probe_kernels("cuda", bf16, head_dim, granularity, rows)
