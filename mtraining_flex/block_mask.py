@@ -217,7 +217,7 @@ def vertical_step(
     """
     g, device = layout.granularity, pattern.vertical.device
     q_pos, q_row = _positions(layout, q_rank, device, shift=layout.num_blocks)
-    column_pos, column_row, *lists = fused(
+    column_pos, column_row, kv_num, kv_idx, no_kv, q_num, q_idx, no_q = fused(
         ("vertical_tables", g),
         lambda vertical, q_pos: _vertical_tables(vertical, q_pos, g),
         pattern.vertical,
@@ -230,12 +230,14 @@ def vertical_step(
         column_row.expand(*heads, -1),
         bitmap.expand(*heads, -1),
     )
+    # No block is full: behind counts of 0, any list will do.
+    tables = Tables(kv_num, kv_idx, no_kv, kv_idx, q_num, q_idx, no_q, q_idx)
     padded = column_pos.shape[-1]
-    return StepMask("vertical", Tables(*lists), buffers, layout.local_len, padded, g)
+    return StepMask("vertical", tables, buffers, layout.local_len, padded, g)
 
 
 def _vertical_tables(vertical: Tensor, q_pos: Tensor, g: int) -> tuple[Tensor, ...]:
-    """Positions and blocks of the padded columns, and the eight lists."""
+    """Positions and blocks of the padded columns; counts, lists and zeros of both."""
     column_pos = pad_columns(vertical, g)  # [B, H, J g]
     batch, num_heads, padded = column_pos.shape
     count, n = padded // g, q_pos.shape[0] // g
@@ -247,21 +249,10 @@ def _vertical_tables(vertical: Tensor, q_pos: Tensor, g: int) -> tuple[Tensor, .
     blocks = torch.arange(count, dtype=torch.int32, device=q_pos.device)
     kv_idx = blocks.expand(batch, num_heads, n, count).contiguous()
     q_idx = (start[..., None] + rows).clamp(max=n - 1)  # [B, H, J, N]
-    none = torch.zeros_like(kv_num), torch.zeros_like(start)
     # Past the last column any block will do: the position already says no.
     column_row = torch.where(column_pos == SENTINEL, 0, column_pos // g)
-    return (
-        column_pos,
-        column_row,
-        kv_num,
-        kv_idx,
-        none[0],
-        kv_idx.clone(),
-        n - start,
-        q_idx,
-        none[1],
-        q_idx.clone(),
-    )
+    no_kv, no_q = torch.zeros_like(kv_num), torch.zeros_like(start)
+    return column_pos, column_row, kv_num, kv_idx, no_kv, n - start, q_idx, no_q
 
 
 def pad_columns(vertical: Tensor, granularity: int) -> Tensor:

@@ -278,24 +278,6 @@ class TextSequences(IterableDataset, Stateful):
             self.record.append(tuple(spans))
         return torch.from_numpy(window)
 
-    def num_sequences(self) -> int | None:
-        """How many sequences one finite pass yields on this rank.
-
-        Encodes all of the rank's documents. Ranks differ: a loop with collectives must
-        stop at the smallest count of all data-parallel ranks.
-
-        Returns:
-            None where there is no such number: `infinite`, or a stream.
-
-        Raises:
-            ValueError: not one sequence.
-        """
-        if self.infinite or self.num_documents is None:
-            return None
-        num_tokens = sum(len(self._encode(i, text)) for i, text in self._texts(0, 0))
-        self._check_epoch(num_tokens)
-        return (num_tokens - 1) // self.seq_len
-
     # ---- checkpoint -----------------------------------------------------------------
 
     def _identity(self) -> dict[str, int | None]:
@@ -361,7 +343,7 @@ def build_validation_dataloader(
     """The batches of `[validation]`: not shuffled, the same in every validation.
 
     The last batch of a finite pass may be smaller, and ranks may have unequal numbers
-    of batches (`dataloader.dataset.num_sequences()`).
+    of batches: a loop with collectives must stop when the first rank ends.
 
     Raises:
         ValueError: names the setting that is wrong.

@@ -6,7 +6,7 @@ the smaller models share between input and output.
 """
 
 # No `from __future__ import annotations` here: torchtitan reads the field types.
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -114,13 +114,5 @@ qwen2_flavors = {
         hidden_dim=192,
         enable_weight_tying=False,
     ),
-    "tiny_tied": Qwen2Args(
-        dim=64,
-        n_layers=2,
-        n_heads=4,
-        n_kv_heads=2,
-        vocab_size=4096,
-        hidden_dim=192,
-        enable_weight_tying=True,
-    ),
 }
+qwen2_flavors["tiny_tied"] = replace(qwen2_flavors["tiny"], enable_weight_tying=True)

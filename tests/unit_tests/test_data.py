@@ -310,7 +310,6 @@ def test_validation_is_finite_counted_and_repeatable(tokenizer, tmp_path):
         assert_same(first, second)
         tokens = [len(tokenizer.encode(text, add_eos=True)) for text in texts[rank::2]]
         counts.append(sum(len(labels) for _, labels in first))
-        assert counts[rank] == loader.dataset.num_sequences()
         assert counts[rank] == (sum(tokens) - 1) // SEQ_LEN
     assert counts[0] != counts[1]  # why a loop with collectives needs the minimum
 
@@ -331,14 +330,6 @@ def test_finite_pass_resumes_to_its_end(tokenizer):
         second.load_state_dict(first.state_dict())
         assert_same(list(second), whole[stop:])
         assert_same(list(second), whole)  # the pass after a resumed one starts over
-
-
-def test_number_of_sequences_is_unknown_for_endless_data(tokenizer, tmp_path):
-    stream = make_documents("stream", tmp_path)
-    documents = make_documents("map", tmp_path)
-    assert TextSequences(documents, tokenizer, SEQ_LEN).num_sequences() is None
-    finite = TextSequences(stream, tokenizer, SEQ_LEN, infinite=False)
-    assert finite.num_sequences() is None
 
 
 # ---- BOS and EOS --------------------------------------------------------------------
@@ -620,7 +611,7 @@ def test_exactly_enough_text_is_enough(tokenizer):
     num_tokens = len(tokenizer.encode(text, add_eos=True))
     documents = as_documents([text])
     exact = TextSequences(documents, tokenizer, num_tokens - 1, infinite=False)
-    assert len(list(exact)) == exact.num_sequences() == 1
+    assert len(list(exact)) == 1
     for infinite in (True, False):
         short = TextSequences(documents, tokenizer, num_tokens, infinite=infinite)
         with pytest.raises(ValueError, match=f"has {num_tokens} tokens"):
