@@ -14,7 +14,12 @@ from mtraining_flex.config import SparseAttention
 from mtraining_flex.layout import LAYOUTS, build_layout
 from mtraining_flex.pattern import find_pattern
 from mtraining_flex.pattern.budget import layer_budget, list_widths
-from mtraining_flex.pattern.scores import check_probe_kernels, probe_recall
+from mtraining_flex.pattern.scores import (
+    Scores,
+    check_probe_kernels,
+    probe_recall,
+    score_keys,
+)
 from mtraining_flex.pattern.search import SearchOptions, search
 from mtraining_flex.pattern.types import (
     SENTINEL,
@@ -287,6 +292,25 @@ def test_the_pattern_is_the_same_on_any_number_of_ranks(
         _assert_same(expected, reference_pattern(q, k, config))
         for found in _on_ranks(q, k, config, name, size):
             _assert_same(found, expected)
+
+
+@every_layout
+@pytest.mark.parametrize("size", [2, 8])
+def test_no_bit_of_a_score_depends_on_the_ranks(name: str, size: int) -> None:
+    """Not the cut alone: a score that is off by a bit moves a cut some day."""
+    q, k, _ = random_qkv(1, 4, 2, 1024, 16, torch.float32, seed=size)
+    layout = build_layout(name, 1024, size, 8)
+    whole = build_layout("striped", 1024, 1, 8)
+    expected = score_keys(q, k, whole, comm_for(None), 21, 0.25)
+
+    def score(comm: Any) -> Scores:
+        here = layout.positions(comm.rank)
+        return score_keys(q[:, :, here], k[:, :, here], layout, comm, 21, 0.25)
+
+    for rank, scores in enumerate(run_ranks(size, score)):
+        here = layout.positions(rank)
+        assert torch.equal(scores.vertical, expected.vertical[..., here])
+        assert torch.equal(scores.slash, expected.slash)
 
 
 @every_layout
