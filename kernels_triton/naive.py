@@ -34,6 +34,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels_triton.lists import SENTINEL, Columns, Slashes, check_vertical_slash
+
 # fp64 logits held at a time, with a handful of temporaries of the same size. A piece
 # that stays in the cache is twice as fast as one of 64 MiB.
 _CHUNK_BYTES = 4 << 20
@@ -340,3 +342,583 @@ def _halving_sum(x: Tensor, dim: int) -> Tensor:
             folded.narrow(dim, 0, 1).add_(x.narrow(dim, n - 1, 1))
         x = folded
     return x.squeeze(dim)
+
+
+# --- vertical slash -------------------------------------------------------------------
+
+
+def _vertical_slash_mask(
+    q: Tensor,
+    k_len: int,
+    slashes: Slashes | None,
+    columns: Columns | None,
+    granularity: int,
+    q_doc: Tensor | None,
+    k_doc: Tensor | None,
+) -> Tensor:
+    """Which pairs are kept: bool [B, H, S, S_k + NC], keys first, then columns."""
+    B, H, S, _ = q.shape
+    g, device = granularity, q.device
+    row = torch.arange(S, device=device)[:, None]
+    parts = []
+    if slashes is not None:
+        key = torch.arange(k_len, device=device)
+        n = S // g // slashes.q_segments
+        q_block, k_block = row // g, key // g
+        pair = q_block // n * slashes.k_segments + k_block // n  # [S, S_k]
+        offset = q_block % n - k_block % n
+        kept = torch.zeros(B, H, S, k_len, dtype=torch.bool, device=device)
+        for c in range(slashes.offsets.shape[-1]):
+            kept |= slashes.offsets[..., c].movedim(0, -1)[..., pair] == offset
+        if slashes.diagonal:
+            kept &= (q_block != k_block) | (key <= row)
+        if q_doc is not None and k_doc is not None:
+            kept &= (q_doc[:, :, None] == k_doc[:, None])[:, None]
+        parts.append(kept)
+    if columns is not None:
+        pos = columns.pos.long()[:, :, None]  # [B, H, 1, NC]
+        block = columns.q_blocks.long()[row // g]  # [S, 1]
+        real = pos < SENTINEL
+        at = columns.bitmap.shape[-1] // 2 + block - torch.where(real, pos, 0) // g
+        bitmap = columns.bitmap[:, :, None].expand(*at.shape[:2], S, -1)
+        seen = real & (pos <= block * g + row % g) & ~bitmap.gather(-1, at)
+        seen = seen.expand(B, H, -1, -1)
+        if q_doc is not None and columns.doc is not None:
+            seen = seen & (q_doc[:, None, :, None] == columns.doc[:, :, None])
+        parts.append(seen)
+    return torch.cat(parts, -1)
+
+
+def _all_keys(
+    x: Tensor | None, columns: Tensor | None, heads: int
+) -> Tensor:  # [B, H, S_k + NC, D] fp64
+    parts = [] if x is None else [x.repeat_interleave(heads // x.shape[1], 1)]
+    if columns is not None:
+        parts.append(columns)
+    return torch.cat(parts, 2).double()
+
+
+@torch.no_grad()
+def vertical_slash_forward(
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    slashes: Slashes | None,
+    columns: Columns | None,
+    *,
+    scale: float,
+    granularity: int,
+    q_doc: Tensor | None = None,
+    k_doc: Tensor | None = None,
+    running: tuple[Tensor, Tensor] | None = None,
+    dtype: torch.dtype | None = None,
+    check: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Attention of a shard's queries along slashes and columns.
+
+    Args:
+        q: [B, H, S, D], S a multiple of g.
+        k: [B, HK, S_k, D], HK divides H; v likewise. None without slashes.
+        slashes: the block diagonals, or None.
+        columns: the gathered columns, or None.
+        scale: factor of the logits, positive.
+        granularity: block edge g in tokens.
+        q_doc: int32 [B, S], document of each query, not descending along a segment;
+            pairs of different documents are not kept. None: one document.
+        k_doc: int32 [B, S_k].
+        running: (out, natural lse) of other keys, to be continued.
+        dtype: of out, by default q's (here: fp64 always).
+        check: look at the values in the lists, too.
+
+    Returns:
+        out: [B, H, S, D]; 0 in a row without a key.
+        lse: [B, H, S], natural; -inf in a row without a key.
+
+    Raises:
+        ValueError: the arguments do not fit together.
+    """
+    check_vertical_slash(
+        q, k, v, slashes, columns, granularity=granularity, q_doc=q_doc, k_doc=k_doc,
+        values=check,
+    )  # fmt: skip
+    heads = q.shape[1]
+    k = k if slashes is not None else None
+    keys = _all_keys(k, columns.k if columns else None, heads)
+    values = _all_keys(
+        v if slashes is not None else None, columns.v if columns else None, heads
+    )
+    kept = _vertical_slash_mask(
+        q, 0 if k is None else k.shape[2], slashes, columns, granularity, q_doc, k_doc
+    )
+    x = scale * q.double() @ keys.mT
+    x = x.masked_fill(~kept, -torch.inf)
+    if running is not None:
+        # The partial result is one more key: its lse the logit, its out the value.
+        x = torch.cat([x, running[1].double()[..., None]], -1)
+    lse = x.logsumexp(-1)
+    p = (x - torch.where(lse == -torch.inf, 0.0, lse)[..., None]).exp()
+    size = keys.shape[2]
+    out = p[..., :size] @ values
+    if running is not None:
+        before = running[0].double().masked_fill(p[..., size:] == 0, 0.0)
+        out += p[..., size:] * before
+    return out, lse
+
+
+@torch.no_grad()
+def vertical_slash_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    lse: Tensor,
+    delta: Tensor,
+    slashes: Slashes | None,
+    columns: Columns | None,
+    *,
+    scale: float,
+    granularity: int,
+    q_doc: Tensor | None = None,
+    k_doc: Tensor | None = None,
+    running: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    check: bool = True,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Gradients of these keys and of the queries through them.
+
+    Args:
+        dout: [B, H, S, D].
+        lse: [B, H, S], the *global* natural lse, over all keys of all steps.
+        delta: [B, H, S], sum of out * dout over D (`delta`), with the global out.
+        running: dq of other keys, to be added to.
+        dtype: of dq, by default q's (here: fp64 always).
+        Others as in `vertical_slash_forward`.
+
+    Returns:
+        dq: [B, H, S, D].
+        dkv: [2, B, HK, S_k, D] fp32 (here: fp64), dk and dv; None without slashes.
+        dcolumns: [2, B, H, NC, D] likewise; None without columns. 0 in columns behind
+            the last.
+
+    Raises:
+        ValueError: the arguments do not fit together.
+    """
+    check_vertical_slash(
+        q, k, v, slashes, columns, granularity=granularity, q_doc=q_doc, k_doc=k_doc,
+        values=check,
+    )  # fmt: skip
+    heads = q.shape[1]
+    k = k if slashes is not None else None
+    keys = _all_keys(k, columns.k if columns else None, heads)
+    values = _all_keys(
+        v if slashes is not None else None, columns.v if columns else None, heads
+    )
+    size = 0 if k is None else k.shape[2]
+    kept = _vertical_slash_mask(q, size, slashes, columns, granularity, q_doc, k_doc)
+    q64, do = q.double(), dout.double()
+    x = (scale * q64 @ keys.mT).masked_fill(~kept, -torch.inf)
+    lse = lse.double()
+    p = (x - torch.where(lse == -torch.inf, torch.inf, lse)[..., None]).exp()
+    ds = p * (do @ values.mT - delta.double()[..., None]) * scale
+    dq = ds @ keys
+    if running is not None:
+        dq += running.double()
+    both = torch.stack([ds.mT @ q64, p.mT @ do])  # [2, B, H, S_k + NC, D]
+    dkv = dcolumns = None
+    if k is not None:
+        dkv = both[:, :, :, :size].unflatten(2, (k.shape[1], -1)).sum(3)
+    if columns is not None:
+        dcolumns = both[:, :, :, size:]
+    return dq, dkv, dcolumns
+
+
+@torch.no_grad()
+def delta(out: Tensor, dout: Tensor) -> Tensor:
+    """Sum of out * dout over the head dim, which every backward step needs.
+
+    Args:
+        out: [B, H, S, D], the global result; dout likewise.
+
+    Returns:
+        [B, H, S] fp32 (here: fp64).
+    """
+    return (out.double() * dout.double()).sum(-1)
+
+
+# --- block_sparse ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class BlockLists:
+    """Which blocks are computed: FlexAttention's tables, int32.
+
+    N query blocks, M key blocks; B and H may be 1 and then stand for all, alike in all
+    eight. Entries behind a count are not read; those before it ascend. A block is in a
+    partial list, where causality is looked at pair by pair, or in a full one, where it
+    is not; in both it would count twice. The q tables are the kv tables transposed.
+    """
+
+    kv_num: Tensor
+    """[B, H, N] partial key blocks of each query block."""
+    kv_idx: Tensor
+    """[B, H, N, C]"""
+    full_kv_num: Tensor
+    """[B, H, N] full key blocks of each query block."""
+    full_kv_idx: Tensor
+    """[B, H, N, C'], where C' need not be C; likewise R'."""
+    q_num: Tensor
+    """[B, H, M] partial query blocks of each key block."""
+    q_idx: Tensor
+    """[B, H, M, R]"""
+    full_q_num: Tensor
+    """[B, H, M] full query blocks of each key block."""
+    full_q_idx: Tensor
+    """[B, H, M, R']"""
+
+
+def check_block_sparse(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lists: BlockLists,
+    *,
+    granularity: int,
+    q_pos: Tensor | None = None,
+    k_pos: Tensor | None = None,
+    q_doc: Tensor | None = None,
+    k_doc: Tensor | None = None,
+    dout: Tensor | None = None,
+    lse: Tensor | None = None,
+    delta: Tensor | None = None,
+    values: bool = True,
+) -> None:
+    """Check that the arguments of a block-sparse call fit together.
+
+    Args:
+        values: look into the lists too. That waits for the device and makes maps of
+            N * M blocks.
+
+    Raises:
+        ValueError: what does not fit, with both numbers.
+    """
+    g = granularity
+    if q.ndim != 4 or k.ndim != 4 or v.shape != k.shape:
+        raise ValueError(
+            "q must be [B, H, S, D], k and v [B, HK, S_k, D], got "
+            f"{tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
+        )
+    (B, H, S, D), (HK, S_k) = q.shape, k.shape[1:3]
+    if k.shape[0] != B or k.shape[3] != D:
+        raise ValueError(
+            f"q {tuple(q.shape)} and k {tuple(k.shape)} must agree in batch and head "
+            "dim"
+        )
+    if min(B, H, S, D, HK, S_k) < 1:
+        raise ValueError(f"q {tuple(q.shape)} and k {tuple(k.shape)} must not be empty")
+    if H % HK:
+        raise ValueError(f"query heads ({H}) must be a multiple of kv heads ({HK})")
+    if g < 1 or S % g or S_k % g:
+        raise ValueError(
+            f"queries ({S}) and keys ({S_k}) must be multiples of the granularity ({g})"
+        )
+    for name, x in (("q_pos", q_pos), ("k_pos", k_pos)):
+        length = S if name == "q_pos" else S_k
+        if x is not None:
+            _check_like(name, x, (length,), (torch.int32,), q.device)
+    if (q_doc is None) != (k_doc is None):
+        raise ValueError("q_doc and k_doc must be given together")
+    if q_doc is not None and k_doc is not None:
+        _check_like("q_doc", q_doc, (B, S), (torch.int32,), q.device)
+        _check_like("k_doc", k_doc, (B, S_k), (torch.int32,), q.device)
+    _check_like("k", k, k.shape, (q.dtype,), q.device)
+    _check_like("v", v, k.shape, (q.dtype,), q.device)
+    if dout is not None:
+        _check_like("dout", dout, q.shape, (q.dtype,), q.device)
+    statistics = (torch.float32, torch.float64)
+    for name, x in (("lse", lse), ("delta", delta)):
+        if x is not None:
+            _check_like(name, x, (B, H, S), statistics, q.device)
+    _check_lists(lists, q, S // g, S_k // g, values)
+
+
+def _check_like(
+    name: str,
+    x: Tensor,
+    shape: tuple[int, ...],
+    dtypes: tuple[torch.dtype, ...],
+    device: torch.device,
+) -> None:
+    if tuple(x.shape) != tuple(shape) or x.dtype not in dtypes or x.device != device:
+        raise ValueError(
+            f"{name} must be {tuple(shape)} of {' or '.join(map(str, dtypes))} on "
+            f"{device}, got {tuple(x.shape)} of {x.dtype} on {x.device}"
+        )
+
+
+def _check_lists(lists: BlockLists, q: Tensor, n: int, m: int, values: bool) -> None:
+    lead = tuple(lists.kv_num.shape[:2])
+    if len(lead) < 2 or any(
+        x not in (1, y) for x, y in zip(lead, q.shape[:2], strict=True)
+    ):
+        raise ValueError(
+            f"the lists' batch and heads {lead} must each be 1 or those of q "
+            f"{tuple(q.shape[:2])}"
+        )
+    int32 = (torch.int32,)
+    for name, rows, columns in _LISTS:
+        size, bound = (n, m) if rows == "N" else (m, n)
+        num, idx = getattr(lists, f"{name}_num"), getattr(lists, f"{name}_idx")
+        _check_like(f"{name}_num", num, (*lead, size), int32, q.device)
+        width = idx.shape[-1] if idx.ndim else 0
+        _check_like(f"{name}_idx", idx, (*lead, size, width), int32, q.device)
+        if values:
+            _check_list(name, num, idx, bound, columns)
+    if not values:
+        return
+    partial = block_map(lists.kv_num, lists.kv_idx, m)
+    full = block_map(lists.full_kv_num, lists.full_kv_idx, m)
+    if (both := partial & full).any():
+        b, h, row, key = both.nonzero()[0].tolist()
+        raise ValueError(
+            f"key block {key} of query block {row} (batch {b}, head {h}) is in kv_idx "
+            "and in full_kv_idx, and would count twice"
+        )
+    for name, by_row in (("", partial), ("full_", full)):
+        num, idx = getattr(lists, f"{name}q_num"), getattr(lists, f"{name}q_idx")
+        by_key = block_map(num, idx, n).mT
+        if (wrong := by_row != by_key).any():
+            b, h, row, key = wrong.nonzero()[0].tolist()
+            there, missing = f"{name}kv_idx", f"{name}q_idx"
+            if by_key[b, h, row, key]:
+                there, missing = missing, there
+            raise ValueError(
+                f"query block {row} and key block {key} (batch {b}, head {h}) are in "
+                f"{there} but not in {missing}"
+            )
+
+
+# Name of a list, its rows and what its entries are.
+_LISTS = (
+    ("kv", "N", "key"),
+    ("full_kv", "N", "key"),
+    ("q", "M", "query"),
+    ("full_q", "M", "query"),
+)
+
+
+def _check_list(name: str, num: Tensor, idx: Tensor, bound: int, what: str) -> None:
+    """Counts and the entries before them."""
+    width = idx.shape[-1]
+    wrong = (num < 0) | (num > width)
+    if wrong.any():
+        raise ValueError(
+            f"{name}_num ({int(num[wrong][0])}) must be from 0 to the columns of "
+            f"{name}_idx ({width})"
+        )
+    valid = torch.arange(width, device=idx.device) < num[..., None]
+    wrong = valid & ((idx < 0) | (idx >= bound))
+    if wrong.any():
+        raise ValueError(
+            f"{name}_idx ({int(idx[wrong][0])}) must be a {what} block in [0, {bound})"
+        )
+    # An int32 difference of garbage may overflow, but is not looked at.
+    wrong = valid[..., 1:] & (idx.diff(dim=-1) <= 0)
+    if wrong.any():
+        at = wrong.nonzero()[0].tolist()
+        pair = idx[(*at[:-1], slice(at[-1], at[-1] + 2))].tolist()
+        raise ValueError(f"{name}_idx must be strictly ascending, got {pair} at {at}")
+
+
+def block_map(num: Tensor, idx: Tensor, blocks: int) -> Tensor:
+    """Lists as a map: bool [B, H, rows, blocks]."""
+    width = idx.shape[-1]
+    valid = torch.arange(width, device=idx.device) < num[..., None]
+    place = torch.where(valid, idx, blocks).long()
+    kept = torch.zeros(*num.shape, blocks + 1, dtype=torch.bool, device=idx.device)
+    return kept.scatter_(-1, place, True)[..., :blocks]
+
+
+def _block_sparse_mask(
+    lists: BlockLists,
+    q: Tensor,
+    k: Tensor,
+    granularity: int,
+    q_pos: Tensor | None,
+    k_pos: Tensor | None,
+    q_doc: Tensor | None,
+    k_doc: Tensor | None,
+) -> Tensor:
+    """Which pairs are computed: bool [B or 1, H or 1, S, S_k].
+
+    From the kv tables alone.
+    """
+    S, S_k = q.shape[2], k.shape[2]
+    q_pos = torch.arange(S, device=q.device) if q_pos is None else q_pos
+    k_pos = torch.arange(S_k, device=q.device) if k_pos is None else k_pos
+    partial, full = (
+        block_map(num, idx, S_k // granularity)
+        .repeat_interleave(granularity, 2)
+        .repeat_interleave(granularity, 3)
+        for num, idx in (
+            (lists.kv_num, lists.kv_idx),
+            (lists.full_kv_num, lists.full_kv_idx),
+        )
+    )
+    kept = full | (partial & (k_pos <= q_pos[:, None]))
+    if q_doc is not None and k_doc is not None:
+        kept = kept & (q_doc[:, None, :, None] == k_doc[:, None, None, :])
+    return kept
+
+
+@torch.no_grad()
+def block_sparse_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lists: BlockLists,
+    *,
+    scale: float,
+    granularity: int,
+    q_pos: Tensor | None = None,
+    k_pos: Tensor | None = None,
+    q_doc: Tensor | None = None,
+    k_doc: Tensor | None = None,
+    check: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Attention over the blocks of any lists.
+
+    Args:
+        q: [B, H, S, D], S a multiple of g.
+        k: [B, HK, S_k, D], S_k a multiple of g, HK divides H; v likewise.
+        lists: the blocks. A full block keeps every pair, a partial one those with
+            k_pos <= q_pos.
+        scale: factor of the logits, positive.
+        granularity: block edge g in tokens.
+        q_pos: int32 [S], position of each query; k_pos: int32 [S_k]. Default: arange.
+        q_doc: int32 [B, S], document of each query; k_doc: int32 [B, S_k]. Pairs of
+            different documents are not kept. None: one document.
+        check: look at the values in the lists, too.
+
+    Returns:
+        out: [B, H, S, D]; 0 in a row without a key.
+        lse: [B, H, S], natural; -inf in a row without a key.
+
+    Raises:
+        ValueError: the arguments do not fit together.
+    """
+    check_block_sparse(
+        q, k, v, lists, granularity=granularity, q_pos=q_pos, k_pos=k_pos, q_doc=q_doc,
+        k_doc=k_doc, values=check,
+    )  # fmt: skip
+    kept = _block_sparse_mask(lists, q, k, granularity, q_pos, k_pos, q_doc, k_doc)
+    heads = q.shape[1]
+    x = scale * q.double() @ _all_keys(k, None, heads).mT
+    x = x.masked_fill(~kept, -torch.inf)
+    lse = x.logsumexp(-1)
+    p = (x - torch.where(lse == -torch.inf, 0.0, lse)[..., None]).exp()
+    return p @ _all_keys(v, None, heads), lse
+
+
+@torch.no_grad()
+def block_sparse_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    lists: BlockLists,
+    *,
+    scale: float,
+    granularity: int,
+    q_pos: Tensor | None = None,
+    k_pos: Tensor | None = None,
+    q_doc: Tensor | None = None,
+    k_doc: Tensor | None = None,
+    check: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of these keys and of the queries through them.
+
+    Args:
+        dout: [B, H, S, D].
+        lse: [B, H, S], the *global* natural lse, over all keys of all steps.
+        delta: [B, H, S], sum of out * dout over D (`delta`), with the global out.
+        Others as in `block_sparse_forward`.
+
+    Returns:
+        dq: [B, H, S, D] in q's dtype (here: fp64).
+        dk: [B, HK, S_k, D] fp32 (here: fp64); dv likewise.
+
+    Raises:
+        ValueError: the arguments do not fit together.
+    """
+    check_block_sparse(
+        q, k, v, lists, granularity=granularity, q_pos=q_pos, k_pos=k_pos, q_doc=q_doc,
+        k_doc=k_doc, dout=dout, lse=lse, delta=delta, values=check,
+    )  # fmt: skip
+    kept = _block_sparse_mask(lists, q, k, granularity, q_pos, k_pos, q_doc, k_doc)
+    heads, kv_heads = q.shape[1], k.shape[1]
+    keys, values = _all_keys(k, None, heads), _all_keys(v, None, heads)
+    q64, do, lse = q.double(), dout.double(), lse.double()
+    x = (scale * q64 @ keys.mT).masked_fill(~kept, -torch.inf)
+    p = (x - torch.where(lse == -torch.inf, torch.inf, lse)[..., None]).exp()
+    ds = p * (do @ values.mT - delta.double()[..., None]) * scale
+    dk, dv = (x.unflatten(1, (kv_heads, -1)).sum(2) for x in (ds.mT @ q64, p.mT @ do))
+    return ds @ keys, dk, dv
+
+
+# --- merge ----------------------------------------------------------------------------
+
+
+def check_merge(out: Tensor, lse: Tensor, step_out: Tensor, step_lse: Tensor) -> None:
+    """Check that two partial results can be merged.
+
+    Raises:
+        ValueError: a shape, dtype or device does not fit, with both.
+    """
+    if out.ndim != 4 or out.numel() == 0:
+        raise ValueError(f"out must be [B, H, S, D], not empty, got {tuple(out.shape)}")
+    floats = (torch.float32, torch.bfloat16, torch.float16)
+    _check_like("out", out, out.shape, floats, out.device)
+    _check_like("step_out", step_out, out.shape, floats, out.device)
+    for name, x in (("lse", lse), ("step_lse", step_lse)):
+        _check_like(name, x, out.shape[:3], (torch.float32,), out.device)
+
+
+@torch.no_grad()
+def merge(
+    out: Tensor,
+    lse: Tensor,
+    step_out: Tensor,
+    step_lse: Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Combine two partial results over disjoint keys.
+
+    A row whose lse is -inf has weight 0, whatever stands in its out; two of them give
+    out 0 and lse -inf.
+
+    Args:
+        out: [B, H, S, D] fp32, bf16 or fp16, any strides; step_out likewise.
+        lse: [B, H, S] fp32, natural; step_lse likewise.
+        dtype: of the merged out, by default fp32 (here: fp64 always).
+
+    Returns:
+        out: [B, H, S, D] in the memory order of out.
+        lse: [B, H, S] fp32 (here: fp64).
+
+    Raises:
+        ValueError: the arguments do not fit together.
+    """
+    check_merge(out, lse, step_out, step_lse)
+    both = torch.stack([lse.double(), step_lse.double()])
+    top = both.amax(0)
+    top = torch.where(top == -torch.inf, 0.0, top)
+    weights = (both - top).exp()
+    total = weights.sum(0)
+    merged = torch.zeros_like(out, dtype=torch.float64)
+    for part, weight in zip((out, step_out), weights, strict=True):
+        share = torch.where(total == 0, 0.0, weight / total)[..., None]
+        merged += torch.where(share == 0, 0.0, share * part.double())
+    return merged, top + total.log()

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels_triton.common import check_device
 from kernels_triton.naive import ProbeGeometry, check_probe
 
 MAX_ROWS = 128
@@ -339,15 +340,4 @@ def check_supported(
 
 def _check_supported(q: Tensor, geo: ProbeGeometry) -> None:
     check_supported(geo.rows, geo.granularity, geo.head_dim, q.dtype)
-    if q.is_cuda:
-        return
-    if isinstance(_row_stats_kernel, triton.JITFunction):
-        raise ValueError(
-            f"the Triton probe needs a CUDA device, got {q.device}; set "
-            "TRITON_INTERPRET=1 before importing triton, or use kernels_triton.naive"
-        )
-    if q.dtype == torch.bfloat16:
-        raise ValueError(
-            "Triton's interpreter multiplies bfloat16 tiles wrongly; use float16 or "
-            "float32 on the CPU"
-        )
+    check_device(q)

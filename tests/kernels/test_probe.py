@@ -227,7 +227,9 @@ def test_first_block_beyond_the_last_offset() -> None:
         slash = run_all(twin, case, problem, torch.tensor([0]))[3]
         assert not slash[..., -1].any()
         total = slash.double().sum((-1, -2))
-        torch.testing.assert_close(total, p[..., : case.g].sum((-1, -2)))
+        # The sum of fp32 results is right to a few of their roundings.
+        expected = p[..., : case.g].sum((-1, -2))
+        torch.testing.assert_close(total, expected, rtol=1e-6, atol=0.0)
 
 
 @BOTH
