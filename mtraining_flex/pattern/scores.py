@@ -152,8 +152,9 @@ def _global_lse(row_max: Tensor, row_sum: Tensor, comm: Comm) -> Tensor:
     block's sum is at most g in units of its own maximum: 2^40 units leave room for 2^23
     tokens and resolve far below fp32.
     """
-    local = fused(("row_top",), lambda row_max: row_max.double().amax(2), row_max)
-    top = comm.all_gather(local).amax(0)  # [B, H, R], finite: each row sees itself
+
+    def highest(row_max: Tensor) -> Tensor:
+        return row_max.double().amax(2)
 
     def share(row_max: Tensor, row_sum: Tensor, top: Tensor) -> Tensor:
         weight = (row_max.double() - top[:, :, None]).exp()
@@ -162,6 +163,15 @@ def _global_lse(row_max: Tensor, row_sum: Tensor, comm: Comm) -> Tensor:
     def lse(total: Tensor, top: Tensor) -> Tensor:
         return (top + (total.double() / MASS_UNIT).log()).float()
 
+    if comm.size == 1:
+
+        def alone(row_max: Tensor, row_sum: Tensor) -> Tensor:
+            top = highest(row_max)
+            return lse(share(row_max, row_sum, top), top)
+
+        return fused(("row_lse_alone",), alone, row_max, row_sum)
+    local = fused(("row_top",), highest, row_max)
+    top = comm.all_gather(local).amax(0)  # [B, H, R], finite: each row sees itself
     total = comm.all_reduce(fused(("row_share",), share, row_max, row_sum, top))
     return fused(("row_lse",), lse, total, top)
 

@@ -16,7 +16,7 @@ from mtraining_flex.config import SparseAttention
 from mtraining_flex.layout import Layout, build_layout, positions_on
 from mtraining_flex.pattern.budget import LayerBudget, layer_budget, list_widths
 from mtraining_flex.pattern.scores import Scores, score_keys
-from mtraining_flex.pattern.select import best, rank_keys, take
+from mtraining_flex.pattern.select import best, cut, rank_keys, take
 from mtraining_flex.pattern.types import VerticalSlash, dense_pattern
 from mtraining_flex.ring.comm import Comm, comm_for
 
@@ -114,6 +114,8 @@ def search(
 ) -> tuple[VerticalSlash, Scores]:
     """The search itself; also returns the scores, from which recall is read."""
     scores = score_keys(q, k, layout, comm, options.probe_rows, options.scale)
+    if comm.size == 1:
+        return _select_alone(scores, budget, options, layout), scores
     candidates = fused(
         ("column_keys", options.sink),
         lambda mass, position: rank_keys(mass.sum(2), position, options.sink),
@@ -131,6 +133,44 @@ def search(
     diagonals = best(candidates, options.max_slash)
     slash, num_slash = take(diagonals, budget.slash, options.local_window)
     return VerticalSlash(slash, num_slash, vertical, num_vertical), scores
+
+
+def _select_alone(
+    scores: Scores, budget: LayerBudget, options: SearchOptions, layout: Layout
+) -> VerticalSlash:
+    """Rank and cut where nothing travels: one graph, bound by launches otherwise."""
+    sink, window = options.sink, options.local_window
+    widths = options.max_vertical, options.max_slash
+
+    def call(
+        mass: Tensor,
+        slash_mass: Tensor,
+        position: Tensor,
+        offset: Tensor,
+        threshold: Tensor,
+        cap: Tensor,
+        slash_threshold: Tensor,
+        slash_cap: Tensor,
+    ) -> tuple[Tensor, ...]:
+        columns = best(rank_keys(mass.sum(2), position, sink), widths[0])
+        diagonals = best(rank_keys(slash_mass, offset, window), widths[1])
+        vertical, num_vertical = cut(columns, threshold, cap, sink)
+        slash, num_slash = cut(diagonals, slash_threshold, slash_cap, window)
+        return slash, num_slash, vertical, num_vertical
+
+    found = fused(
+        ("select", sink, window, *widths),
+        call,
+        scores.vertical,
+        scores.slash,
+        positions_on(layout, 0, scores.vertical.device),
+        _offsets(layout.num_blocks, scores.vertical.device),
+        budget.vertical.threshold,
+        budget.vertical.cap,
+        budget.slash.threshold,
+        budget.slash.cap,
+    )
+    return VerticalSlash(*found)
 
 
 @lru_cache(maxsize=64)

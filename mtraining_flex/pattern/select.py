@@ -9,6 +9,8 @@ Key bits: 62 forced, 61..31 the bits of the score (ordered like the score, as it
 negative), 30..0 the index, inverted.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -49,17 +51,26 @@ def take(keys: Tensor, budget: Budget, num_forced: int) -> tuple[Tensor, Tensor]
         The indices, int32 `[B, H, width]`, ascending and padded with SENTINEL, and
         their number, int32 `[B, H]`.
     """
+    return fused(
+        ("cut", num_forced),
+        partial(cut, num_forced=num_forced),
+        keys,
+        budget.threshold,
+        budget.cap,
+    )
 
-    def cut(keys: Tensor, threshold: Tensor, cap: Tensor) -> tuple[Tensor, Tensor]:
-        bits = (keys >> 31) & _INDEX
-        mass = (bits.int().view(torch.float32).double() * MASS_UNIT).round().long()
-        reached = mass.cumsum(-1)  # exact: integers
-        # All entries before the one that reaches the threshold, and that one.
-        count = (reached < threshold[:, None]).sum(-1) + 1  # [B, H]
-        count = torch.minimum(count.clamp(num_forced, keys.shape[-1]), cap)
-        index = (_INDEX - (keys & _INDEX)).int()
-        rank = torch.arange(keys.shape[-1], device=keys.device)
-        index = torch.where(rank < count[..., None], index, SENTINEL)
-        return index.sort(-1).values, count.int()
 
-    return fused(("cut", num_forced), cut, keys, budget.threshold, budget.cap)
+def cut(
+    keys: Tensor, threshold: Tensor, cap: Tensor, num_forced: int
+) -> tuple[Tensor, Tensor]:
+    """`take`, as operations of a graph."""
+    bits = (keys >> 31) & _INDEX
+    mass = (bits.int().view(torch.float32).double() * MASS_UNIT).round().long()
+    reached = mass.cumsum(-1)  # exact: integers
+    # All entries before the one that reaches the threshold, and that one.
+    count = (reached < threshold[:, None]).sum(-1) + 1  # [B, H]
+    count = torch.minimum(count.clamp(num_forced, keys.shape[-1]), cap)
+    index = (_INDEX - (keys & _INDEX)).int()
+    rank = torch.arange(keys.shape[-1], device=keys.device)
+    index = torch.where(rank < count[..., None], index, SENTINEL)
+    return index.sort(-1).values, count.int()
