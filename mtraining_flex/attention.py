@@ -47,7 +47,7 @@ def sparse_attention(
         granularity: tokens per block.
         layout: order of the shards; None is striped.
         mesh: one-dimensional mesh of the ring; None is a sequence in one piece.
-        backend: "auto", "flex", "flash" or "eager".
+        backend: "auto", "flex", "flash", "triton" or "eager".
         scale: of the logits, default `D ** -0.5`.
         rotation: "ring" or "allgather".
 

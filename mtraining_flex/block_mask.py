@@ -19,13 +19,16 @@ so a table is a shifted copy of T: no sort per row and no [N, N] map. In the str
 layout t is never negative, and each window starts at 0. The diagonal block (d = 0) is
 the only partial one.
 
+The hand-written kernels read T itself (`slash_lists`), with offset 0 where a rank meets
+its own keys, and of the columns their positions and two counts (`column_lists`).
+
 Letters: N blocks per shard, NS columns of a slash table, J column blocks of the
 vertical step, NB global blocks, g granularity.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -62,15 +65,71 @@ class Tables:
 
 
 @dataclass(frozen=True)
+class SlashLists:
+    """The local diagonals of a slash step, T of every pair of segments."""
+
+    offsets: Tensor  # int32 [X Y, B, H, C], ascending, padded with SENTINEL
+    q_segments: int  # X
+    k_segments: int  # Y
+    diagonal: bool  # the keys are the queries' own: t = 0 of a pair (x, x) is causal
+    windowed: bool  # t can be negative
+    n: int  # blocks of a segment
+
+    def executed(self) -> Tensor:
+        """Blocks that this step computes, per head: int64 [B, H]."""
+        blocks = (self.n - self.offsets.abs()).clamp(min=0)
+        return blocks.long().sum(-1).sum(0)
+
+
+@dataclass(frozen=True)
+class ColumnLists:
+    """The columns of a vertical step, and how many each query block sees."""
+
+    pos: Tensor  # int32 [B, H, J g], ascending, SENTINEL behind the last
+    bitmap: Tensor  # bool [B, H, 2 NB]
+    q_blocks: Tensor  # int32 [N]
+    before: Tensor  # int32 [B, H, N] columns before the query block
+    visible: Tensor  # int32 [B, H, N] columns up to its end
+    granularity: int
+
+    def executed(self) -> Tensor:
+        """Blocks of columns that this step computes, per head: int64 [B, H]."""
+        g = self.granularity
+        return ((self.visible.long() + g - 1) // g).sum(-1)
+
+
+@dataclass(frozen=True)
 class StepMask:
-    """What one step computes: tables, and the tensors that its `mask_mod` reads."""
+    """What one step computes, in the two forms that backends read.
+
+    Tables and the tensors of `mask_mod` are for FlexAttention and eager math, lists for
+    the hand-written kernels, which walk the offsets themselves. Each is built when it
+    is first asked for, and kept.
+    """
 
     kind: str  # "slash" or "vertical"
-    tables: Tables
-    buffers: tuple[Tensor, ...]  # arguments of the kind's mask function
     q_len: int
     kv_len: int
     granularity: int
+    build_tables: Callable[[], tuple[Tables, tuple[Tensor, ...]]]
+    build_lists: Callable[[], "SlashLists | ColumnLists"]
+
+    @cached_property
+    def _tables_and_buffers(self) -> tuple[Tables, tuple[Tensor, ...]]:
+        return self.build_tables()
+
+    @property
+    def tables(self) -> Tables:
+        return self._tables_and_buffers[0]
+
+    @property
+    def buffers(self) -> tuple[Tensor, ...]:
+        """Arguments of the kind's mask function."""
+        return self._tables_and_buffers[1]
+
+    @cached_property
+    def lists(self) -> "SlashLists | ColumnLists":
+        return self.build_lists()
 
     @property
     def mask_mod(self) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
@@ -175,6 +234,25 @@ def slash_step(
         bitmap: `slash_bitmap` of the pattern.
         heads: (B, H) of the queries.
     """
+    return StepMask(
+        "slash",
+        layout.local_len,
+        layout.local_len,
+        layout.granularity,
+        lambda: _slash_parts(pattern, bitmap, layout, q_rank, kv_rank, heads),
+        lambda: slash_lists(pattern, layout, q_rank, kv_rank),
+    )
+
+
+def _slash_parts(
+    pattern: VerticalSlash,
+    bitmap: Tensor,
+    layout: Layout,
+    q_rank: int,
+    kv_rank: int,
+    heads: tuple[int, int],
+) -> tuple[Tables, tuple[Tensor, ...]]:
+    """Tables and mask buffers of a slash step."""
     device = pattern.slash.device
     shape = _Shape.of(pattern, layout)
     full = fused(
@@ -192,14 +270,34 @@ def slash_step(
     tables = Tables(num, diagonal, full[0], full[1], num, diagonal, full[2], full[3])
     q_pos, q_row = _positions(layout, q_rank, device, shift=layout.num_blocks)
     kv_pos, kv_row = _positions(layout, kv_rank, device, shift=0)
-    return StepMask(
-        "slash",
-        tables,
-        (q_pos, kv_pos, q_row, kv_row, bitmap.expand(*heads, -1)),
-        layout.local_len,
-        layout.local_len,
-        layout.granularity,
-    )
+    return tables, (q_pos, kv_pos, q_row, kv_row, bitmap.expand(*heads, -1))
+
+
+def slash_lists(
+    pattern: VerticalSlash, layout: Layout, q_rank: int, kv_rank: int
+) -> SlashLists:
+    """The slashes between two shards as lists of local diagonals."""
+    shape, own = _Shape.of(pattern, layout), q_rank == kv_rank
+    segments = len(layout.segments(q_rank))
+    if layout.cp_size == 1 and segments == 1:
+        offsets = pattern.slash[None]  # already local
+    else:
+
+        def call(slash: Tensor, base: Tensor) -> Tensor:
+            pairs = [
+                _Diagonals(slash, each, shape, with_own=own and x == y).t
+                for x, row in enumerate(base)
+                for y, each in enumerate(row)
+            ]
+            return torch.stack(pairs)
+
+        offsets = fused(
+            ("slash_lists", shape, own),
+            call,
+            pattern.slash,
+            _bases(layout, q_rank, kv_rank, pattern.slash.device),
+        )
+    return SlashLists(offsets, segments, segments, own, shape.windowed, shape.n)
 
 
 def vertical_step(
@@ -215,6 +313,25 @@ def vertical_step(
     block is seen by a suffix of query blocks. All blocks are partial: a column is
     dropped wherever a slash keeps its block.
     """
+    g = layout.granularity
+    return StepMask(
+        "vertical",
+        layout.local_len,
+        pattern.vertical.shape[-1] + -pattern.vertical.shape[-1] % g,
+        g,
+        lambda: _vertical_parts(pattern, bitmap, layout, q_rank, heads),
+        lambda: column_lists(pattern, bitmap, layout, q_rank),
+    )
+
+
+def _vertical_parts(
+    pattern: VerticalSlash,
+    bitmap: Tensor,
+    layout: Layout,
+    q_rank: int,
+    heads: tuple[int, int],
+) -> tuple[Tables, tuple[Tensor, ...]]:
+    """Tables and mask buffers of a vertical step."""
     g, device = layout.granularity, pattern.vertical.device
     q_pos, q_row = _positions(layout, q_rank, device, shift=layout.num_blocks)
     column_pos, column_row, kv_num, kv_idx, no_kv, q_num, q_idx, no_q = fused(
@@ -232,8 +349,30 @@ def vertical_step(
     )
     # No block is full: behind counts of 0, any list will do.
     tables = Tables(kv_num, kv_idx, no_kv, kv_idx, q_num, q_idx, no_q, q_idx)
-    padded = column_pos.shape[-1]
-    return StepMask("vertical", tables, buffers, layout.local_len, padded, g)
+    return tables, buffers
+
+
+def column_lists(
+    pattern: VerticalSlash, bitmap: Tensor, layout: Layout, q_rank: int
+) -> ColumnLists:
+    """The verticals for the queries of one rank, as lists."""
+    from kernels_triton.lists import column_counts
+
+    g = layout.granularity
+
+    def call(vertical: Tensor, q_blocks: Tensor) -> tuple[Tensor, ...]:
+        pos = pad_columns(vertical, g)
+        return pos, *column_counts(pos, q_blocks, g)
+
+    q_blocks = _q_blocks(layout, q_rank, pattern.vertical.device)
+    pos, before, visible = fused(("column_lists", g), call, pattern.vertical, q_blocks)
+    return ColumnLists(pos, bitmap, q_blocks, before, visible, g)
+
+
+@lru_cache(maxsize=64)
+def _q_blocks(layout: Layout, cp_rank: int, device: torch.device) -> Tensor:
+    """Global block of each local block: int32 [N]."""
+    return layout.blocks(cp_rank).int().to(device)
 
 
 def _vertical_tables(vertical: Tensor, q_pos: Tensor, g: int) -> tuple[Tensor, ...]:
@@ -306,13 +445,20 @@ def _slash_tables(slash: Tensor, base: Tensor, shape: _Shape) -> tuple[Tensor, .
 
 
 class _Diagonals:
-    """T of two segments: the local diagonals of each head's slashes, but offset 0."""
+    """T of two segments: the local diagonals of each head's slashes.
 
-    def __init__(self, slash: Tensor, base: Tensor, shape: _Shape):
+    Without the diagonal block, which the tables keep apart, unless `with_own`.
+    """
+
+    def __init__(
+        self, slash: Tensor, base: Tensor, shape: _Shape, with_own: bool = False
+    ):
         n = shape.n
         difference = slash - base
         t = torch.div(difference, shape.stride, rounding_mode="floor")
-        valid = (slash > 0) & (slash < SENTINEL) & (difference % shape.stride == 0)
+        least = 0 if with_own else 1
+        valid = (slash >= least) & (slash < SENTINEL)
+        valid &= difference % shape.stride == 0
         valid &= (t > -n) & (t < n)
         t = torch.where(valid, t, SENTINEL).sort(-1).values
         distinct = 2 * n - 1 if shape.windowed else n

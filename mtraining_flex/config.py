@@ -36,7 +36,7 @@ class SparseAttention:
     """"vertical_slash" finds columns and diagonals at each step; "dense" keeps all."""
 
     granularity: int = 128
-    """Block edge in tokens; 128 for the compiled backends."""
+    """Block edge in tokens; FlexAttention's backends compile 128 alone."""
 
     budget: str = "top_p"
     """"top_p" keeps the smallest set that holds the mass; "top_k" keeps counts."""
@@ -72,7 +72,7 @@ class SparseAttention:
     """JSON or TOML file with budgets for single layers and heads; "" for none."""
 
     backend: str = "auto"
-    """"auto" by device, or "flex", "flash", "eager" ("triton" comes later)."""
+    """"auto" by device and shape, or "flex", "flash", "triton", "eager"."""
 
     def validate(self) -> None:
         """Refuse what this section alone shows to be wrong.
@@ -111,10 +111,10 @@ class SparseAttention:
                 f"{prefix}.granularity ({self.granularity}) must be 128 with backend "
                 f"'{self.backend}': FlexAttention compiles only 128 x 128 blocks"
             )
-        if self.backend == "triton":
+        if self.backend == "triton" and self.granularity not in (16, 32, 64, 128):
             raise ValueError(
-                f"{prefix}.backend ('triton') does not exist yet; use 'auto', 'flex', "
-                "'flash' or 'eager'"
+                f"{prefix}.granularity ({self.granularity}) must be 16, 32, 64 or 128 "
+                "with backend 'triton'"
             )
 
 

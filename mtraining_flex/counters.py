@@ -23,7 +23,6 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from mtraining_flex.block_mask import Tables
 from mtraining_flex.layout import Layout
 from mtraining_flex.pattern.quality import density
 from mtraining_flex.pattern.types import VerticalSlash
@@ -118,9 +117,9 @@ class StepCounter:
         self.heads = q.shape[0] * q.shape[1]
         self.blocks = q.new_zeros(cp_size + 1, dtype=torch.int64)
 
-    def count(self, step: int, tables: Tables) -> None:
-        """Add the tables of a step; -1 is the vertical step."""
-        per_head = tables.executed()  # a pattern with one head stands for all
+    def count(self, step: int, per_head: Tensor) -> None:
+        """Add a step's blocks, int64 [B, H]; step -1 is the vertical step."""
+        # A pattern with one head stands for all.
         self.blocks[step] += per_head.sum() * (self.heads // per_head.numel())
 
 

@@ -36,7 +36,7 @@ from mtraining_flex.pattern.types import SENTINEL, VerticalSlash, slash_bitmap
 from mtraining_flex.ring.comm import Comm, Transfer
 from mtraining_flex.ring.merge import compute_dtype, merge, start
 from mtraining_flex.ring.schedule import ring_sources
-from mtraining_flex.ring.step import Step
+from mtraining_flex.ring.step import Finished, Gradients, Part, Step
 
 
 @dataclass(frozen=True)
@@ -65,23 +65,24 @@ def forward(
         (fp64 for fp64).
     """
     masks = _Masks(ring, q, pattern)
-    columns = _gather_columns(ring, k, v, q.shape[1], pattern)
+    columns = masks.columns(_gather_columns(ring, k, v, q.shape[1], pattern))
     recorder.add_pattern(layer, pattern, ring.layout)
     counter = recorder.new_counter(q, ring.comm.size)
-    result = _Result(q.dtype, parts=_num_parts(ring, columns))
+    steps = _num_steps(ring)
+    fused = columns is not None and ring.step.fuses
+    result = _Result(ring, q, parts=steps + (columns is not None and not fused))
     for number, source, keys, values in _rotate(ring, k, v):
         if ring.layout.is_causally_empty(ring.comm.rank, source):
             continue
-        mask = masks.slash(source)
+        part = Part(keys, values, masks.slash(source))
         if counter is not None:
-            counter.count(number, mask.tables)
-        result.fold(*ring.step.forward(q, keys, values, mask, ring.scale))
+            counter.count(number, ring.step.executed(part.mask))
+        result.fold(part, columns if fused and result.left == 1 else None)
     if columns is not None:
-        mask = masks.vertical()
         if counter is not None:
-            counter.count(-1, mask.tables)
-        keys, values = columns
-        result.fold(*ring.step.forward(q, keys, values, mask, ring.scale))
+            counter.count(-1, ring.step.executed(columns.mask))
+        if not fused:
+            result.fold(columns)
     recorder.add_executed(layer, counter, ring.layout)
     return result.out, result.lse
 
@@ -98,86 +99,107 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq in q's dtype and dk, dv in fp32 (fp64) of `forward`, from its out and lse."""
     masks = _Masks(ring, q, pattern)
-    columns = _gather_columns(ring, k, v, q.shape[1], pattern)
-    dq = _Sum(q.dtype, parts=_num_parts(ring, columns))
+    columns = masks.columns(_gather_columns(ring, k, v, q.shape[1], pattern))
+    steps = _num_steps(ring)
+    # In a ring the last hop of dk and dv hides behind a vertical step of its own.
+    fused = columns is not None and ring.step.fuses and ring.comm.size == 1
+    done = ring.step.finish(dout, out, lse)
+    dq = _Sum(ring, q, done, parts=steps + (columns is not None and not fused))
     home = _Homebound(ring, k)
+    grads = None
     for _, source, keys, values in _rotate(ring, k, v):
         dkv = None
         if not ring.layout.is_causally_empty(ring.comm.rank, source):
-            dq_step, *dkv = ring.step.backward(
-                dout, q, keys, values, out, lse, masks.slash(source), ring.scale
-            )
-            dq.add(dq_step)
+            part = Part(keys, values, masks.slash(source))
+            step = dq.add(part, columns if fused else None)
+            dkv, grads = step.dkv, step.dcolumns
         home.add(source, dkv)
-    grads = None
-    if columns is not None:
-        keys, values = columns
-        dq_step, *dkv_step = ring.step.backward(
-            dout, q, keys, values, out, lse, masks.vertical(), ring.scale
-        )
-        dq.add(dq_step)
-        grads = torch.stack(dkv_step).to(compute_dtype(q.dtype))
+    if columns is not None and not fused:
+        grads = dq.add(columns).dkv
     dkv_own = home.arrive()  # the last hop was under way behind the vertical step
     if grads is not None:
+        grads = grads.to(compute_dtype(q.dtype))
         _scatter_columns(ring, dkv_own, ring.comm.all_reduce(grads), pattern)
     return dq.total, dkv_own[0], dkv_own[1]
 
 
-def _num_parts(ring: Ring, columns: Tensor | None) -> int:
-    """How many steps compute something; their own keys are never empty."""
+def _num_steps(ring: Ring) -> int:
+    """How many slash steps compute something; those of the own keys always do."""
     rank, size = ring.comm.rank, ring.comm.size
-    steps = sum(not ring.layout.is_causally_empty(rank, p) for p in range(size))
-    return steps + (columns is not None)
+    return sum(not ring.layout.is_causally_empty(rank, p) for p in range(size))
 
 
 class _Result:
     """The running out and lse. fp32 in between, q's dtype with the last part."""
 
-    def __init__(self, dtype: torch.dtype, parts: int):
-        self.dtype, self.left = dtype, parts
-        self._out: Tensor | None = None
-        self._lse: Tensor | None = None
+    def __init__(self, ring: Ring, q: Tensor, parts: int):
+        self.ring, self.q, self.left = ring, q, parts
+        self._running: tuple[Tensor, Tensor] | None = None
 
-    def fold(self, out: Tensor, lse: Tensor) -> None:
+    def fold(self, part: Part, columns: Part | None = None) -> None:
+        """Attend to a part, and fold the result into what came before."""
+        step, q, scale = self.ring.step, self.q, self.ring.scale
         self.left -= 1
         last = self.left == 0
-        dtype = self.dtype if last else compute_dtype(self.dtype)
-        if self._out is not None and self._lse is not None:
-            out, lse = merge(self._out, self._lse, out, lse, dtype)
+        dtype = q.dtype if last else compute_dtype(q.dtype)
+        if step.continues(part.mask):
+            self._running = step.forward(
+                q, part, scale, columns=columns, running=self._running, dtype=dtype
+            )
+            return
+        out, lse = step.forward(q, part, scale)
+        if self._running is not None:
+            out, lse = merge(*self._running, out, lse, dtype)
         elif last:
             out, lse = start(out, lse, dtype)
-        self._out, self._lse = out, lse
+        self._running = out, lse
 
     @property
     def out(self) -> Tensor:
-        assert self._out is not None and self.left == 0
-        return self._out
+        assert self._running is not None and self.left == 0
+        return self._running[0]
 
     @property
     def lse(self) -> Tensor:
-        assert self._lse is not None and self.left == 0
-        return self._lse
+        assert self._running is not None and self.left == 0
+        return self._running[1]
 
 
 class _Sum:
-    """A sum of parts. fp32 in between, `dtype` with the last part."""
+    """The sum of all parts' dq. fp32 in between, q's dtype with the last part."""
 
-    def __init__(self, dtype: torch.dtype, parts: int):
-        self.dtype, self.left = dtype, parts
+    def __init__(self, ring: Ring, q: Tensor, done: Finished, parts: int):
+        self.ring, self.q, self.done, self.left = ring, q, done, parts
         self._total: Tensor | None = None
 
-    def add(self, part: Tensor) -> None:
+    def add(self, part: Part, columns: Part | None = None) -> Gradients:
+        """Backward of a part; its dq is added, the rest returned."""
+        step, q, scale = self.ring.step, self.q, self.ring.scale
         self.left -= 1
+        dtype = compute_dtype(q.dtype) if self.left else q.dtype
+        if step.continues(part.mask):
+            result = step.backward(
+                q,
+                part,
+                self.done,
+                scale,
+                columns=columns,
+                running=self._total,
+                dtype=dtype,
+            )
+            self._total = result.dq
+            return result
+        result = step.backward(q, part, self.done, scale)
         if self._total is None:
-            self._total = part if self.left else part.to(self.dtype)
-            return
-        dtype = self.dtype if self.left == 0 else compute_dtype(self.dtype)
+            self._total = result.dq if self.left else result.dq.to(dtype)
+            return result
 
         def call(total: Tensor, part: Tensor) -> Tensor:
             wide = compute_dtype(part.dtype)
             return (total.to(wide) + part.to(wide)).to(dtype)
 
-        self._total = fused(("sum", dtype), call, self._total, part)
+        self._total = fused(("sum", dtype), call, self._total, result.dq)
+        return result
 
     @property
     def total(self) -> Tensor:
@@ -200,6 +222,12 @@ class _Masks:
     def vertical(self) -> StepMask:
         layout, rank = self.ring.layout, self.ring.comm.rank
         return vertical_step(self.pattern, self.bitmap, layout, rank, self.heads)
+
+    def columns(self, gathered: Tensor | None) -> Part | None:
+        """The gathered columns `[2, B, H, J g, D]` as a part."""
+        if gathered is None:
+            return None
+        return Part(gathered[0], gathered[1], self.vertical())
 
 
 def _rotate(
@@ -238,21 +266,19 @@ class _Homebound:
             shape = (ring.comm.size, 2, *like.shape)
             self.sum = like.new_zeros(shape, dtype=self.dtype)
 
-    def add(self, source: int, dkv: list[Tensor] | None) -> None:
+    def add(self, source: int, dkv: Tensor | None) -> None:
         """Add this rank's part for the keys of `source`, and send the sum on."""
         if self.ring.rotation == "allgather":
             if dkv is not None:
-                self.sum[source][0].copy_(dkv[0])
-                self.sum[source][1].copy_(dkv[1])
+                self.sum[source].copy_(dkv)
             return
         if self.transfer is None:  # the own keys come first
             assert dkv is not None, "own keys are never causally empty"
-            self.sum = torch.stack(dkv).to(self.dtype)
+            self.sum = dkv.to(self.dtype)
         else:
             self.sum = self.transfer.wait()
             if dkv is not None:
-                self.sum[0] += dkv[0]
-                self.sum[1] += dkv[1]
+                self.sum += dkv
         if self.ring.comm.size > 1:
             self.transfer = self.ring.comm.hop("dkv", self.sum)
 
@@ -306,12 +332,17 @@ def _scatter_columns(
 ) -> None:
     """Add the columns' gradients to the tokens that this rank owns, in place.
 
-    `index_add_` is deterministic in torch's deterministic mode; heads of a group may
-    share a token.
+    The heads of a group may share a token, those of different groups never do. So the
+    i-th heads of all groups are added at once, and one after the other: each sum has
+    one order, without a sort.
     """
     (b, h, token), foreign = _own_columns(ring, pattern, dkv[0], grads.shape[2])
     kv_heads, length, dim = dkv.shape[2:]
-    row = ((b * kv_heads + h) * length + token).flatten()  # [B H J g]
+    row = (b * kv_heads + h) * length + token  # [B, H, J g]
+    # Columns of others stand in for some token, and add 0 to it, in whatever order.
     grads = grads.masked_fill(foreign, 0.0)
-    for total, grad in zip(dkv, grads, strict=True):
-        total.view(-1, dim).index_add_(0, row, grad.reshape(-1, dim))
+    row = torch.stack([row, row + dkv[0].numel() // dim])  # dk, then dv
+    row, grads = row.unflatten(2, (kv_heads, -1)), grads.unflatten(2, (kv_heads, -1))
+    total = dkv.view(-1, dim)
+    for i in range(row.shape[3]):
+        total.index_add_(0, row[:, :, :, i].flatten(), grads[:, :, :, i].flatten(0, 3))

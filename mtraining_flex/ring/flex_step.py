@@ -23,6 +23,8 @@ from mtraining_flex.block_mask import (
 from mtraining_flex.compat import compiled, flex_backward, flex_forward
 from mtraining_flex.layout import build_layout
 from mtraining_flex.pattern.types import dense_pattern, slash_bitmap
+from mtraining_flex.ring.step import Finished, Gradients, Part
+from mtraining_flex.ring.triton_step import TritonStep
 
 # Natural units of one unit of a backend's lse.
 LSE_UNIT = {"TRITON": math.log(2.0), "FLASH": 1.0}
@@ -32,40 +34,73 @@ class FlexStep:
     """A ring step on FlexAttention's compiled kernels (see `ring.step.Step`).
 
     `backend` "flex" takes the Triton templates throughout; "flash" takes FLASH for
-    slashes and Triton for the columns, whose lookups FLASH computes more slowly.
+    slashes and our kernels for columns, which look a column up once and not once per
+    pair, and go on from the slashes' result.
     """
+
+    fuses = False
 
     def __init__(self, backend: str):
         assert backend in ("flex", "flash")
-        self.slash_kernels = "FLASH" if backend == "flash" else "TRITON"
+        self.kernels = "FLASH" if backend == "flash" else "TRITON"
+        self.columns = TritonStep() if backend == "flash" else None
 
-    def _kernels(self, mask: StepMask) -> str:
-        return self.slash_kernels if mask.kind == "slash" else "TRITON"
+    def _by_lists(self, mask: StepMask) -> bool:
+        return self.columns is not None and mask.kind == "vertical"
+
+    def continues(self, mask: StepMask) -> bool:
+        return self._by_lists(mask)
+
+    def executed(self, mask: StepMask) -> Tensor:
+        return (mask.lists if self._by_lists(mask) else mask.tables).executed()
+
+    def finish(self, dout: Tensor, out: Tensor, lse: Tensor) -> Finished:
+        if self.columns is None:
+            return Finished(dout, out, lse, None)
+        return self.columns.finish(dout, out, lse)
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: StepMask, scale: float
+        self,
+        q: Tensor,
+        part: Part,
+        scale: float,
+        *,
+        columns: Part | None = None,
+        running: tuple[Tensor, Tensor] | None = None,
+        dtype: torch.dtype | None = None,
     ) -> tuple[Tensor, Tensor]:
-        kernels = self._kernels(mask)
-        check_lse_unit(kernels, q.device, q.dtype, q.shape[-1])
-        q, k, v = _addressable(kernels, q, k, v)
-        out, lse = _forward(kernels, q, k, v, mask, scale)
-        return out, lse * LSE_UNIT[kernels]
+        assert columns is None
+        if self.columns is not None and self._by_lists(part.mask):
+            return self.columns.forward(q, part, scale, running=running, dtype=dtype)
+        assert running is None and dtype is None
+        check_lse_unit(self.kernels, q.device, q.dtype, q.shape[-1])
+        q, k, v = _addressable(self.kernels, q, part.k, part.v)
+        out, lse = _forward(self.kernels, q, k, v, part.mask, scale)
+        return out, lse * LSE_UNIT[self.kernels]
 
     def backward(
         self,
-        dout: Tensor,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        mask: StepMask,
+        part: Part,
+        done: Finished,
         scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        kernels = self._kernels(mask)
-        lse = lse / LSE_UNIT[kernels]
-        dout, q, k, v, out = _addressable(kernels, dout, q, k, v, out)
-        return _backward(kernels, dout, q, k, v, out, lse, mask, scale)
+        *,
+        columns: Part | None = None,
+        running: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Gradients:
+        assert columns is None
+        if self.columns is not None and self._by_lists(part.mask):
+            return self.columns.backward(
+                q, part, done, scale, running=running, dtype=dtype
+            )
+        assert running is None and dtype is None
+        lse = done.lse / LSE_UNIT[self.kernels]
+        dout, q, k, v, out = _addressable(
+            self.kernels, done.dout, q, part.k, part.v, done.out
+        )
+        dq, dk, dv = _backward(self.kernels, dout, q, k, v, out, lse, part.mask, scale)
+        return Gradients(dq, torch.stack([dk, dv]))
 
 
 def _addressable(kernels: str, *tensors: Tensor) -> list[Tensor]:

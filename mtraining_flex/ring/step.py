@@ -1,15 +1,18 @@
 """Compute one step, forward and backward, on each backend.
 
-The only place that knows backends. A step gets queries, keys, values and a `StepMask`;
-its forward gives out and natural lse of these keys alone, its backward takes the
-*global* out and lse and so needs nothing of the forward's steps.
+The only place that knows backends. A step gets queries, keys, values and a `StepMask`.
+Its forward gives out and natural lse of these keys alone, or, where a backend
+`continues`, of these keys and all that came before. Its backward takes the *global* out
+and lse and so needs nothing of the forward's steps.
 
     eager   dense masked math in fp32 (fp64 for fp64), for the CPU and as a twin
     flex    FlexAttention's Triton templates
-    flash   FlexAttention's FLASH backend for slashes, Triton templates for columns
+    flash   FlexAttention's FLASH backend for slashes, our kernels for columns
+    triton  our kernels (`kernels_triton`), which walk the pattern itself
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -22,27 +25,81 @@ from mtraining_flex.ring.merge import compute_dtype
 _EAGER_LOGITS = 2**20
 
 
+@dataclass(frozen=True)
+class Part:
+    """Keys to attend to, and which of them."""
+
+    k: Tensor  # [B, HK, S_k, D]; of columns [B, H, J g, D]
+    v: Tensor
+    mask: StepMask
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The rows of a finished forward, which every step of the backward reads."""
+
+    dout: Tensor  # [B, H, S, D]
+    out: Tensor  # [B, H, S, D], of all steps
+    lse: Tensor  # [B, H, S], natural
+    delta: Tensor | None  # [B, H, S] fp32, sum of out * dout, for those who want it
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """What one backward step gives."""
+
+    dq: Tensor  # [B, H, S, D]
+    dkv: Tensor  # [2, *k.shape] of the part
+    dcolumns: Tensor | None = None  # likewise of `columns`, where they came along
+
+
 class Step(Protocol):
     """One backend."""
 
+    fuses: bool
+    """Takes slashes and columns in one launch (`columns=`)."""
+
+    def continues(self, mask: StepMask) -> bool:
+        """Whether it goes on from a partial result (`running=`) instead of merging."""
+        ...
+
+    def executed(self, mask: StepMask) -> Tensor:
+        """Blocks that a step computes, per head: int64 [B, H]."""
+        ...
+
+    def finish(self, dout: Tensor, out: Tensor, lse: Tensor) -> Finished:
+        """What the backward steps of this call share."""
+        ...
+
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: StepMask, scale: float
+        self,
+        q: Tensor,
+        part: Part,
+        scale: float,
+        *,
+        columns: Part | None = None,
+        running: tuple[Tensor, Tensor] | None = None,
+        dtype: torch.dtype | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """out `[B, H, S, D]` and natural lse `[B, H, S]` over this step's keys."""
+        """out `[B, H, S, D]` and natural lse `[B, H, S]`.
+
+        `columns` only where it `fuses`, `running` (out and lse) and the `dtype` of out
+        only where it `continues`.
+        """
         ...
 
     def backward(
         self,
-        dout: Tensor,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        mask: StepMask,
+        part: Part,
+        done: Finished,
         scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dv of this step, from the global out and natural lse."""
+        *,
+        columns: Part | None = None,
+        running: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Gradients:
+        """Gradients through these keys; dq on top of `running`, in `dtype`."""
         ...
 
 
@@ -50,6 +107,10 @@ def get_step(backend: str) -> Step:
     """The step of a resolved backend ("auto" is resolved by `attention`)."""
     if backend == "eager":
         return EagerStep()
+    if backend == "triton":
+        from mtraining_flex.ring.triton_step import TritonStep
+
+        return TritonStep()
     from mtraining_flex.ring.flex_step import FlexStep
 
     return FlexStep(backend)
@@ -63,11 +124,31 @@ class EagerStep:
     of a group are rows of one product.
     """
 
+    fuses = False
+
+    def continues(self, mask: StepMask) -> bool:
+        return False
+
+    def executed(self, mask: StepMask) -> Tensor:
+        return mask.tables.executed()
+
+    def finish(self, dout: Tensor, out: Tensor, lse: Tensor) -> Finished:
+        return Finished(dout, out, lse, None)
+
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: StepMask, scale: float
+        self,
+        q: Tensor,
+        part: Part,
+        scale: float,
+        *,
+        columns: Part | None = None,
+        running: tuple[Tensor, Tensor] | None = None,
+        dtype: torch.dtype | None = None,
     ) -> tuple[Tensor, Tensor]:
-        dtype, kv_heads = compute_dtype(q.dtype), k.shape[1]
-        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+        assert columns is None and running is None and dtype is None
+        k, v, mask = part.k, part.v, part.mask
+        wide, kv_heads = compute_dtype(q.dtype), k.shape[1]
+        q, k, v = q.to(wide), k.to(wide), v.to(wide)
         out = torch.zeros_like(q, memory_format=torch.contiguous_format)
         lse = q.new_full(q.shape[:3], -torch.inf)
         for rows, keys in _tiles(q, mask):
@@ -84,18 +165,20 @@ class EagerStep:
 
     def backward(
         self,
-        dout: Tensor,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        mask: StepMask,
+        part: Part,
+        done: Finished,
         scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        dtype, kv_heads = compute_dtype(q.dtype), k.shape[1]
-        q, k, v, dout = (x.to(dtype) for x in (q, k, v, dout))
-        delta = (dout * out.to(dtype)).sum(-1, keepdim=True)  # [B, H, S, 1]
+        *,
+        columns: Part | None = None,
+        running: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Gradients:
+        assert columns is None and running is None and dtype is None
+        mask, lse, kv_heads = part.mask, done.lse, part.k.shape[1]
+        wide = compute_dtype(q.dtype)
+        q, k, v, dout = (x.to(wide) for x in (q, part.k, part.v, done.dout))
+        delta = (dout * done.out.to(wide)).sum(-1, keepdim=True)  # [B, H, S, 1]
         lse = torch.where(lse == -torch.inf, 0.0, lse)[..., None]
         dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
         for rows, keys in _tiles(q, mask):
@@ -108,7 +191,7 @@ class EagerStep:
             ds = (do @ v[:, :, :keys].mT).sub_(delta_here).mul_(p).mul_(scale)
             dq[:, :, rows] = (ds @ k[:, :, :keys]).view_as(q[:, :, rows])
             dk[:, :, :keys] += ds.mT @ q_here
-        return dq, dk, dv
+        return Gradients(dq, torch.stack([dk, dv]))
 
 
 def _tiles(q: Tensor, mask: StepMask) -> Iterator[tuple[slice, int]]:

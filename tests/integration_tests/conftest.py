@@ -47,6 +47,8 @@ VALIDATED = [
     "--validation.freq=2",
 ]
 ALLGATHER = ["--ring.rotation=allgather"]
+# Interpreted, and so a few steps.
+TRITON = [*SPARSE, "--sparse_attention.backend=triton", "--training.steps=3"]
 QWEN = ["--model.name=mtraining_qwen2", "--model.flavor=tiny_tied", *SPARSE]
 
 
@@ -140,6 +142,7 @@ def one(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Launched:
     plans.add("titan", f"--model.name={TITAN}", alone)
     plans.add("full_p", *PATTERNS["full_p"])
     equality(plans)
+    plans.add("triton", *TRITON)
     plans.add("validation", *VALIDATED)
     return plans.launch()
 
@@ -149,6 +152,7 @@ def two(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Launched:
     plans = Plans(corpus, tmp_path_factory.mktemp("two"), 2)
     equality(plans)
     plans.add("allgather", *SPARSE, *ALLGATHER)
+    plans.add("triton", *TRITON, *COMPILED[1:3])  # checkpointed
     plans.add("metrics", *SPARSE, "--metrics.enable_tensorboard", "--training.steps=4")
     plans.add("validation", *VALIDATED)
     checkpoint = ["--checkpoint.enable", "--checkpoint.interval=5"]

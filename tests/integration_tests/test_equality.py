@@ -49,6 +49,17 @@ def test_allgather_is_the_ring(two: Launched) -> None:
     _equal(_losses(two, "allgather"), _losses(two, "sparse"))
 
 
+@pytest.mark.parametrize("ranks", ("one", "two"))
+def test_hand_written_kernels_train_alike(
+    request: pytest.FixtureRequest, one: Launched, ranks: str
+) -> None:
+    """Backend `triton`, interpreted, on one rank and on a ring of two."""
+    result = load_run(request.getfixturevalue(ranks), "triton")
+    assert result["steps"] == [1, 2, 3]
+    # The learning rate of the third step is that of a shorter run.
+    _equal(result["losses"][:2], _losses(one, "sparse")[:2])
+
+
 @pytest.mark.parametrize("world_size", (1, 2, 4))
 @pytest.mark.parametrize("name", ("single_label", "single_label_accumulated"))
 def test_single_label(

@@ -20,7 +20,8 @@ from mtraining_flex.ring import flex_step, ops
 from mtraining_flex.ring.backends import resolve_backend
 from mtraining_flex.ring.merge import merge
 from mtraining_flex.ring.simulate import run_ranks
-from mtraining_flex.ring.step import EagerStep
+from mtraining_flex.ring.step import EagerStep, Part, get_step
+from tests.helpers import LockedStep
 
 PATTERN = ([[[0, 2], [0, 1, 3], [0], [0, 1, 2, 3]]], [[[5, 200], [0], [], [1, 2, 3]]])
 
@@ -49,7 +50,8 @@ def test_one_graph_serves_every_pair_of_ranks(uncompiled, layout_name):
         for mask, kv_heads in zip(masks, (2, 4), strict=True):
             q, dout = torch.randn(2, 1, 4, 256, 16)
             k, v = torch.randn(2, 1, kv_heads, mask.kv_len, 16)
-            out, lse = eager.forward(q, k, v, mask, 0.25)
+            part = Part(k, v, mask)
+            out, lse = eager.forward(q, part, 0.25)
             got_out, got_lse = flex_step._forward("TRITON", q, k, v, mask, 0.25)
             torch.testing.assert_close(got_out, out, atol=1e-5, rtol=1e-5)
             torch.testing.assert_close(
@@ -62,8 +64,9 @@ def test_one_graph_serves_every_pair_of_ranks(uncompiled, layout_name):
             got = flex_step._backward(
                 "TRITON", dout, *args, lse / flex_step.LSE_UNIT["TRITON"], mask, 0.25
             )
-            want = eager.backward(dout, *args, lse, mask, 0.25)
-            for a, b in zip(got, want, strict=True):
+            done = eager.finish(dout, out, lse)
+            want = eager.backward(q, part, done, 0.25)
+            for a, b in zip(got, (want.dq, *want.dkv), strict=True):
                 torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
     assert len(compat._CACHE) == 4
 
@@ -227,7 +230,7 @@ def close(name, actual, expected, plain):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", ["flex", "flash"])
+@pytest.mark.parametrize("backend", ["flex", "flash", "triton"])
 @pytest.mark.parametrize(
     "heads,kv_heads,dim,seq_len,batch",
     [
@@ -268,11 +271,12 @@ def bf16_error(q, k, v, dout):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", ["flex", "flash"])
+@pytest.mark.parametrize("backend", ["flex", "flash", "triton"])
 @pytest.mark.parametrize("layout_name", ["striped", "zigzag", "contiguous"])
-def test_simulated_ring(backend, layout_name):
+def test_simulated_ring(backend, layout_name, monkeypatch):
     """Four ranks on one GPU give what one rank gives."""
     gpu_backend(backend)
+    monkeypatch.setattr(ops, "get_step", lambda name: LockedStep(get_step(name)))
     q, k, v, dout, pattern = sparse_case(16, 2, 8192, 128)
     expected = fp32_rows(q, k, v, dout, pattern)
     plain = bf16_error(q, k, v, dout)
@@ -315,9 +319,8 @@ def test_halves_of_two_backends_merge():
     for source, step in enumerate(steps):
         mask = slash_step(pattern, bitmap, layout, 1, source, (1, 16))
         keys = layout.positions(source).cuda()
-        parts.append(
-            step.forward(q[:, :, rows], k[:, :, keys], v[:, :, keys], mask, 128**-0.5)
-        )
+        part = Part(k[:, :, keys], v[:, :, keys], mask)
+        parts.append(step.forward(q[:, :, rows], part, 128**-0.5))
     out, _ = merge(*parts[0], *parts[1])
     only = pack_pattern(
         [[[x for x in h if x < 2**30] for h in b] for b in pattern.slash.tolist()],
@@ -328,7 +331,7 @@ def test_halves_of_two_backends_merge():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", ["flex", "flash"])
+@pytest.mark.parametrize("backend", ["flex", "flash", "triton"])
 def test_new_patterns_neither_compile_nor_leak(backend):
     gpu_backend(backend)
     q, k, v, dout, _ = sparse_case(16, 2, 8192, 128)
@@ -348,7 +351,7 @@ def test_new_patterns_neither_compile_nor_leak(backend):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", ["flex", "flash"])
+@pytest.mark.parametrize("backend", ["flex", "flash", "triton"])
 def test_a_step_has_no_host_synchronisation(backend):
     gpu_backend(backend)
     q, k, v, dout, _ = sparse_case(16, 2, 8192, 128)
@@ -376,7 +379,7 @@ def test_deterministic_setting_is_bitwise():
     config = SparseAttention(max_vertical=256, max_slash=16)
     torch.use_deterministic_algorithms(True)
     try:
-        assert resolve_backend("auto", "cuda", 128, torch.bfloat16, 128)[0] == "flex"
+        assert resolve_backend("auto", "cuda", 128, torch.bfloat16, 128)[0] == "triton"
         runs = []
         for _ in range(3):
             pattern = find_pattern(q, k, config)
@@ -414,7 +417,7 @@ def test_search_on_gpu_is_the_same_on_four_ranks():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", ["flex", "flash"])
+@pytest.mark.parametrize("backend", ["flex", "flash", "triton"])
 @pytest.mark.parametrize("dim", [64, 96, 128])
 def test_b27_all_blocks_are_dense_attention(backend, dim):
     """Every head_dim, gradients against dense, where all blocks are kept."""
@@ -433,7 +436,7 @@ def test_b27_all_blocks_are_dense_attention(backend, dim):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", ["flex", "flash"])
+@pytest.mark.parametrize("backend", ["flex", "flash", "triton"])
 def test_b30_views_of_fused_qkv_beyond_int32(backend):
     """512K tokens, 32 heads: offsets beyond 2^31 in q, k, v and out."""
     gpu_backend(backend)

@@ -164,7 +164,10 @@ def test_a_layout_of_another_call_is_refused(
         ),
         ({"rotation": "star"}, r"ring.rotation \('star'\) must be one of"),
         ({"backend": "cudnn"}, r"backend \('cudnn'\) must be one of.*eager"),
-        ({"backend": "triton"}, r"backend \('triton'\) cannot run here.*not exist yet"),
+        (
+            {"backend": "triton"},
+            r"backend \('triton'\) cannot run here.*granularity \(8\)",
+        ),
     ],
 )
 def test_wrong_arguments_are_refused(changes: dict[str, Any], message: str) -> None:
@@ -218,7 +221,7 @@ def test_auto_is_eager_on_the_cpu_and_says_why(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(
     ("granularity", "dtype", "message"),
-    [(64, torch.bfloat16, r"granularity \(64\)"), (128, torch.float64, "float64")],
+    [(48, torch.bfloat16, r"granularity \(48\)"), (128, torch.float64, "float64")],
 )
 def test_auto_is_never_dense_on_a_gpu(
     granularity: int, dtype: torch.dtype, message: str
@@ -227,6 +230,12 @@ def test_auto_is_never_dense_on_a_gpu(
     with pytest.raises(ValueError, match=f"'auto'.*{message}.*set 'eager'"):
         resolve_backend("auto", "cuda", granularity, dtype, 128)
     assert resolve_backend("eager", "cuda", granularity, dtype, 128)[0] == "eager"
+
+
+def test_auto_takes_the_kernels_that_have_a_tile() -> None:
+    """FlexAttention compiles blocks of 128 alone; ours take 64, too."""
+    backend, reason = resolve_backend("auto", "cuda", 64, torch.bfloat16, 128)
+    assert backend == "triton" and "granularity (64) must be 128" in reason
 
 
 def test_every_backend_is_resolved_or_refused() -> None:

@@ -30,7 +30,7 @@ from mtraining_flex.pattern.types import (
 )
 from mtraining_flex.reference import allowed_pairs
 from mtraining_flex.ring.schedule import ring_sources
-from mtraining_flex.ring.step import EagerStep
+from mtraining_flex.ring.step import EagerStep, Part
 from tests.helpers import assert_close, random_pattern, random_qkv
 
 G = 4  # granularity
@@ -376,7 +376,7 @@ def test_eager_flex_attention_takes_the_masks(name: str) -> None:
         block_mask = mask.block_mask()
         _is_as_given(block_mask, mask)
         k_here, v_here = k[:, :, : mask.kv_len], v[:, :, : mask.kv_len]
-        out, lse = EagerStep().forward(q, k_here, v_here, mask, 0.25)
+        out, lse = EagerStep().forward(q, Part(k_here, v_here, mask), 0.25)
         if not out.any():
             continue
         expected = flex_attention(q, k_here, v_here, block_mask=block_mask, scale=0.25)
@@ -492,6 +492,7 @@ def test_b26_a_build_at_524288_tokens_is_small(
     for q_rank, kv_rank in ranks:
         with _Allocations() as allocated:
             mask = slash_step(pattern, bitmap, layout, q_rank, kv_rank, (1, heads))
+            mask.tables  # noqa: B018  (built when asked for)
         storages = {
             t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
             for t in (*mask.tables.tensors(), *mask.buffers)
@@ -515,8 +516,31 @@ def test_b26_the_vertical_step_at_524288_tokens_is_small() -> None:
     bitmap = slash_bitmap(pattern, layout.num_blocks)
     with _Allocations() as allocated:
         mask = vertical_step(pattern, bitmap, layout, 31, (1, heads))
+        mask.tables  # noqa: B018  (built when asked for)
     assert allocated.total < 4 << 20
     assert mask.tables.kv_idx.shape == (1, heads, layout.local_blocks, columns // g)
+
+
+@pytest.mark.parametrize("name", ["striped", "zigzag"])
+def test_b26_lists_at_524288_tokens_are_tiny(name: str) -> None:
+    """16 heads, 256 slashes, 1024 columns: pattern, bitmap and lists of a layer."""
+    heads, g, width = 16, 128, 256
+    layout = build_layout(name, 524288, 1, g)
+    every = [[list(range(0, 16 * width, 16))] * heads]
+    columns = [[(torch.arange(1024) * 511 + 7).tolist()] * heads]
+    pattern = pack_pattern(every, columns)
+    with _Allocations() as allocated:
+        bitmap = slash_bitmap(pattern, layout.num_blocks)
+        slash = slash_step(pattern, bitmap, layout, 0, 0, (1, heads)).lists
+        vertical = vertical_step(pattern, bitmap, layout, 0, (1, heads)).lists
+    held = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+        for t in (*pattern.tensors(), *vars(slash).values(), *vars(vertical).values())
+        if isinstance(t, Tensor)
+    }
+    assert sum(held.values()) < 2 << 20
+    assert allocated.total < 8 << 20  # over all operators of the builds together
+    assert torch.equal(slash.executed(), executed_blocks(pattern, layout.num_blocks))
 
 
 def test_the_dense_pattern_is_the_causal_triangle() -> None:

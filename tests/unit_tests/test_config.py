@@ -64,7 +64,10 @@ SPARSE_ERRORS: list[tuple[dict[str, Any], list[str]]] = [
     ),
     ({"backend": "flex", "granularity": 64}, ["granularity (64)", "128", "'flex'"]),
     ({"backend": "flash", "granularity": 256}, ["granularity (256)", "'flash'"]),
-    ({"backend": "triton"}, ["backend ('triton')", "does not exist yet"]),
+    (
+        {"backend": "triton", "granularity": 48},
+        ["granularity (48)", "16, 32, 64 or 128", "'triton'"],
+    ),
 ]
 
 

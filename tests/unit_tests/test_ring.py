@@ -686,7 +686,7 @@ def test_a_counter_multiplies_what_one_head_stands_for() -> None:
     pattern = pack_pattern([[[0, 2]]], [[[]]])
     bitmap = slash_bitmap(pattern, 8)
     counter = StepCounter(torch.empty(2, 3, 32, 4), 1)
-    counter.count(0, slash_step(pattern, bitmap, layout, 0, 0, (2, 3)).tables)
+    counter.count(0, slash_step(pattern, bitmap, layout, 0, 0, (2, 3)).lists.executed())
     assert counter.blocks.tolist() == [2 * 3 * (8 + 6), 0]
 
 
