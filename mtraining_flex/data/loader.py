@@ -150,7 +150,9 @@ class TextSequences(IterableDataset, Stateful):
 
     def _order(self, epoch: int) -> np.ndarray:
         """[n] indices of this rank's documents in the order of an epoch (map style)."""
-        share = np.arange(self.dp_rank, self.num_documents, self.dp_world_size)
+        share: np.ndarray = np.arange(
+            self.dp_rank, self.num_documents, self.dp_world_size
+        )
         if self.shuffle_seed is None:
             return share
         # RandomState, because NumPy promises its numbers never change: a resume under
