@@ -20,9 +20,11 @@ text by `SparseTrainer.train_step`.
     loss           of the last timed step
     kept           share of the causal pairs, in one step after the timed ones
 
-No speed is printed if rows of one pattern disagree in that loss or in the norm of the
-first gradient. The exit code is 1 then, and if a row has a graph break, a recompile, or
-failed. A row that cannot run here holds the `ValueError` that says why.
+No speed is printed of a row that disagrees with one of its pattern, in that loss or in
+the first gradient's norm of any attention parameter (of the whole model it would hardly
+move if the backward of attention were wrong). The exit code is 1 then, and if a row has
+a graph break, a recompile, or failed. A row that cannot run here holds the `ValueError`
+that says why. Each row is reported, and `--json` written, as soon as it has run.
 """
 
 import argparse
@@ -34,6 +36,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -43,7 +46,7 @@ import mtraining_flex  # noqa: F401  before torchtitan
 
 # isort: split
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.nn.attention import SDPBackend
 from torchtitan.components.loss import IGNORE_INDEX
@@ -81,7 +84,7 @@ class Numbers:
     recompiles: dict[str, int]  # by kind, in the timed steps
     peak_bytes: int
     loss: float
-    first_grad_norm: float  # before clipping
+    first_grad_norms: dict[str, float]  # of all layers, by attention parameter
     kept: float | None  # None for attention that is not ours
 
 
@@ -100,13 +103,13 @@ class Row:
 
 
 class MeasuredTrainer(SparseTrainer):
-    """Keeps the loss of a step and the norm of the first gradient; logs nothing."""
+    """Keeps the loss of a step and norms of the first gradient; logs nothing."""
 
     def __init__(self, job_config: Any):
         super().__init__(job_config)
         self.metrics_processor.should_log = lambda step: False  # type: ignore[method-assign]
         self.loss = torch.zeros((), device=self.device)
-        self.first_grad_norm = self.loss
+        self.first_grad_norms: dict[str, Tensor] = {}
 
     def train_step(self, data_iterator: Batches) -> None:
         self.loss = torch.zeros_like(self.loss)
@@ -116,10 +119,31 @@ class MeasuredTrainer(SparseTrainer):
         loss = super().forward_backward_step(**batch)
         self.loss += loss.detach()
         if self.step == 1:
-            parameters = self.model_parts[0].parameters()
-            gradients = [p.grad for p in parameters if p.grad is not None]
-            self.first_grad_norm = torch.nn.utils.get_total_norm(gradients)
+            self.first_grad_norms = attention_grad_norms(self.model_parts[0])
         return loss
+
+
+def attention_grad_norms(model: nn.Module) -> dict[str, Tensor]:
+    """Norm of the gradient, before clipping, by attention parameter ("wq.weight").
+
+    Layers are taken together.
+
+    Raises:
+        RuntimeError: an attention parameter has no gradient, or there is none.
+    """
+    gradients = defaultdict(list)
+    for name, parameter in model.named_parameters():
+        _, found, kind = name.partition(".attention.")
+        if not found:
+            continue
+        if parameter.grad is None:
+            raise RuntimeError(f"{name} has no gradient")
+        gradients[kind].append(parameter.grad)
+    if not gradients:
+        raise RuntimeError("the model has no parameter named '*.attention.*'")
+    return {
+        kind: nn.utils.get_total_norm(tensors) for kind, tensors in gradients.items()
+    }
 
 
 class SDPA(ScaledDotProductAttentionWrapper):
@@ -257,7 +281,9 @@ def measure(trainer: MeasuredTrainer, warmup: int, steps: int) -> Numbers:
         recompiles={kind: after[kind] - before[kind] for kind in after},
         peak_bytes=peak,
         loss=loss,
-        first_grad_norm=trainer.first_grad_norm.item(),
+        first_grad_norms={
+            kind: norm.item() for kind, norm in trainer.first_grad_norms.items()
+        },
         kept=kept_pairs(trainer, data),
     )
 
@@ -370,42 +396,50 @@ def disagreements(rows: Sequence[Row], all_dense: bool, tolerance: float) -> lis
         if (b := row.numbers) is None:
             continue
         other, a = first.setdefault(all_dense or row.attention in DENSE, (row, b))
-        for what, x, y in (
-            ("loss of the last step", a.loss, b.loss),
-            ("norm of the first gradient", a.first_grad_norm, b.first_grad_norm),
-        ):
-            if not abs(x - y) <= tolerance * abs(x):  # a NaN is not less
+        if a.first_grad_norms.keys() != b.first_grad_norms.keys():
+            raise RuntimeError(f"{a.first_grad_norms} and {b.first_grad_norms}")
+        compared = [("loss of the last step", a.loss, b.loss)] + [
+            (f"first gradient's norm of {kind}", norm, b.first_grad_norms[kind])
+            for kind, norm in a.first_grad_norms.items()
+        ]
+        for what, x, y in compared:
+            # A NaN is not less, and where nothing is trained nothing agrees.
+            if x == 0 or not abs(x - y) <= tolerance * abs(x):
                 found.append(
-                    f"{what}: {x:.6f} with {other.attention}, {other.mode}; {y:.6f} "
+                    f"{what}: {x:.6g} with {other.attention}, {other.mode}; {y:.6g} "
                     f"with {row.attention}, {row.mode} (allowed: {tolerance:g} of it)"
                 )
     return found
 
 
+COLUMNS = (
+    "| attention | mode | step ms | slowest ms | compile s | graph breaks | "
+    "recompiles | peak MiB | loss | kept | note |"
+)
+
+
+def table_row(row: Row) -> str:
+    """A row under `COLUMNS`."""
+    cells = ["-"] * 8
+    if (n := row.numbers) is not None:
+        cells = [
+            f"{n.step_ms:.2f}",
+            f"{n.slowest_ms:.2f}",
+            f"{n.compile_s:.1f}",
+            str(n.graph_breaks),
+            str(sum(n.recompiles.values())),
+            f"{n.peak_bytes / 2**20:.0f}",
+            f"{n.loss:.5f}",
+            "1" if n.kept is None else f"{n.kept:.4f}",
+        ]
+    note = row.note.replace("\n", " ").replace("|", "\\|")
+    note = note if row.status == "ok" else f"{row.status}: {note}"
+    return "| " + " | ".join([row.attention, row.mode, *cells, note]) + " |"
+
+
 def table(rows: Sequence[Row]) -> str:
     """Markdown."""
-    lines = [
-        "| attention | mode | step ms | slowest ms | compile s | graph breaks | "
-        "recompiles | peak MiB | loss | kept | note |",
-        "|" + "---|" * 11,
-    ]
-    for row in rows:
-        cells = ["-"] * 8
-        if (n := row.numbers) is not None:
-            cells = [
-                f"{n.step_ms:.2f}",
-                f"{n.slowest_ms:.2f}",
-                f"{n.compile_s:.1f}",
-                str(n.graph_breaks),
-                str(sum(n.recompiles.values())),
-                f"{n.peak_bytes / 2**20:.0f}",
-                f"{n.loss:.5f}",
-                "1" if n.kept is None else f"{n.kept:.4f}",
-            ]
-        note = row.note.replace("\n", " ").replace("|", "\\|")
-        note = note if row.status == "ok" else f"{row.status}: {note}"
-        lines.append("| " + " | ".join([row.attention, row.mode, *cells, note]) + " |")
-    return "\n".join(lines)
+    return "\n".join([COLUMNS, "|" + "---|" * 11, *map(table_row, rows)])
 
 
 def problems(rows: Sequence[Row]) -> list[str]:
@@ -439,43 +473,42 @@ def run_all(args: argparse.Namespace, overrides: Sequence[str]) -> None:
             raise ValueError(
                 f"--variants: '{name}' must be one of {[*DENSE, *BACKENDS]}"
             )
-    rows: list[Row] = []
-    for number, name in enumerate(names, 1):
-        for mode in MODES:
-            start = time.perf_counter()
-            row = start_row(name, mode, args, overrides)
-            rows.append(row)
-            what = row.note
-            if row.numbers is not None:
-                what = f"{row.numbers.step_ms:.2f} ms a step, loss {row.numbers.loss}"
-            print(
-                f"[{number}/{len(names)}] {name}, {mode}: {what} "
-                f"({time.perf_counter() - start:.0f} s)",
-                file=sys.stderr,
-                flush=True,
-            )
-            if row.status == "refused" and mode == MODES[0]:
-                break  # before its first step, so in the other mode as well
-
     on_gpu = cpu_device.available_device_type() == "cuda"
     device = torch.cuda.get_device_name() if on_gpu else "CPU"
     precision = config.training.mixed_precision_param
     tolerance = 1e-3 if precision == "float32" else 1e-2
+    all_dense = config.sparse_attention.pattern == "dense"
     header = (
         f"{device}, torch {torch.__version__}, Python {platform.python_version()}, "
         f"{config.model.name} {config.model.flavor}, {config.training.seq_len} tokens, "
         f"{precision}, {args.warmup} + {args.steps} steps, activation checkpointing "
         f"{config.activation_checkpoint.mode}"
     )
-    if args.json:
-        report = {"header": header, "rows": [asdict(row) for row in rows]}
-        Path(args.json).write_text(json.dumps(report, indent=1) + "\n")
-    all_dense = config.sparse_attention.pattern == "dense"
-    if different := disagreements(rows, all_dense, tolerance):
+    rows: list[Row] = []
+    different: list[str] = []
+    for number, name in enumerate(names, 1):
+        for mode in MODES:
+            start = time.perf_counter()
+            row = start_row(name, mode, args, overrides)
+            rows.append(row)
+            if args.json:
+                report = {"header": header, "rows": [asdict(row) for row in rows]}
+                Path(args.json).write_text(json.dumps(report, indent=1) + "\n")
+            known, different = different, disagreements(rows, all_dense, tolerance)
+            print(
+                f"[{number}/{len(names)}] {time.perf_counter() - start:.0f} s: "
+                + ("; ".join(different[len(known) :]) or table_row(row)),
+                file=sys.stderr,
+                flush=True,
+            )
+            if row.status == "refused" and mode == MODES[0]:
+                break  # before its first step, so in the other mode as well
+
+    if different:
         raise SystemExit("\n".join(["rows disagree, no speed is shown:", *different]))
     print(header)
     print(
-        "losses and first gradient norms of rows of one pattern agree to "
+        "rows of one pattern: losses and attention's first gradients agree to "
         f"{tolerance:g}, relative"
     )
     print(table(rows))

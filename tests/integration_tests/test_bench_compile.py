@@ -12,16 +12,21 @@ from pathlib import Path
 import pytest
 import torch
 
+from mtraining_flex.parallelize import attention_modules
 from recipes.bench_compile import (
+    MeasuredTrainer,
     Numbers,
     Row,
     TritonCounter,
     compiled_graphs,
     disagreements,
+    measure,
     problems,
+    row_config,
     row_from_json,
     table,
 )
+from recipes.record_patterns import one_process
 from tests.distributed.launch import run
 
 FLAGS = [
@@ -38,7 +43,18 @@ GOOD = Row(
     "eager",
     "ok",
     "flex",
-    Numbers(2.0, 3.0, 0.5, 0, {"fused": 3}, {"fused": 0}, 2**20, 8.0, 0.5, 0.25),
+    Numbers(
+        step_ms=2.0,
+        slowest_ms=3.0,
+        compile_s=0.5,
+        graph_breaks=0,
+        compiled={"fused": 3},
+        recompiles={"fused": 0},
+        peak_bytes=2**20,
+        loss=8.0,
+        first_grad_norms={"wq.weight": 0.5, "wo.weight": 2.0},
+        kept=0.25,
+    ),
 )
 
 
@@ -59,8 +75,10 @@ def test_a_run_on_the_cpu(tmp_path: Path) -> None:
         assert (n := row.numbers) is not None
         assert 0 < n.step_ms <= n.slowest_ms and n.peak_bytes > 0
         assert n.graph_breaks == 0 and not any(n.recompiles.values())
-        assert 0 < n.kept < 1 and n.first_grad_norm > 0
-        assert f"| {n.loss:.5f} | {n.kept:.4f} | eager |" in output
+        assert 0 < n.kept < 1 and min(n.first_grad_norms.values()) > 0
+        assert n.first_grad_norms.keys() == {f"w{x}.weight" for x in "qkvo"}
+        shown = f"| {n.loss:.5f} | {n.kept:.4f} | eager |"
+        assert output.count(shown) >= 2, "once as soon as it has run, once at the end"
     assert "agree to 0.001" in output
     graphs = [row.numbers.compiled["torch.compile"] for row in rows]
     assert graphs == [0, 2], "one graph for all blocks, one for the loss"
@@ -79,22 +97,53 @@ def test_sdpa_trains_as_dense_does(tmp_path: Path) -> None:
     assert sdpa is not None and dense is not None
     assert (sdpa.kept, dense.kept) == (None, 1.0)
     assert sdpa.loss == pytest.approx(dense.loss, abs=1e-4)
-    assert sdpa.first_grad_norm == pytest.approx(dense.first_grad_norm, rel=1e-4)
+    assert sdpa.first_grad_norms == pytest.approx(dense.first_grad_norms, rel=1e-4)
 
 
 def test_nothing_is_shown_of_rows_that_disagree() -> None:
     assert GOOD.numbers is not None
     sparse = replace(GOOD, mode="compile")
     wrong = replace(GOOD, numbers=replace(GOOD.numbers, loss=8.1))
-    gradient = replace(GOOD, numbers=replace(GOOD.numbers, first_grad_norm=0.51))
+    norms = {"wq.weight": 0.51, "wo.weight": 2.0}
+    gradient = replace(GOOD, numbers=replace(GOOD.numbers, first_grad_norms=norms))
+    norms = {"wq.weight": 0.0, "wo.weight": 2.0}
+    zero = replace(GOOD, numbers=replace(GOOD.numbers, first_grad_norms=norms))
     nan = replace(GOOD, numbers=replace(GOOD.numbers, loss=float("nan")))
     dense = replace(wrong, attention="dense")
     refused = Row("flash", "eager", "refused", "no GPU")
     assert not disagreements([refused, GOOD, dense, sparse], False, 1e-3)
     (message,) = disagreements([GOOD, dense, wrong], False, 1e-3)
-    assert "8.000000 with flex, eager; 8.100000 with flex, eager" in message
+    assert "8 with flex, eager; 8.1 with flex, eager" in message
     assert len(disagreements([GOOD, gradient, nan], False, 1e-3)) == 2
+    assert len(disagreements([zero, zero], False, 1e-3)) == 2, "both train nothing"
     assert disagreements([GOOD, dense], True, 1e-3), "the configuration is dense itself"
+
+
+@pytest.mark.parametrize("fault", ["zero", "half the gradient"])
+def test_a_wrong_attention_disagrees(fault: str, tmp_path: Path) -> None:
+    """By more than the tolerance of bf16, whatever the rest of the model does."""
+
+    def of_attention(wrong: bool) -> Row:
+        config = row_config(FLAGS, f"{tmp_path}", "eager", "eager")
+        config.training.steps = 2
+        trainer = MeasuredTrainer(config)
+        for module in attention_modules(trainer.model_parts[0]) if wrong else ():
+            if fault == "zero":
+                module.register_forward_hook(lambda module, args, out: out * 0)
+            else:
+                module.register_forward_hook(
+                    lambda module, args, out: out * 0.5 + out.detach() * 0.5
+                )
+        numbers = measure(trainer, 1, 1)
+        trainer.close()
+        return replace(GOOD, numbers=numbers)
+
+    with one_process():
+        rows = [of_attention(False), of_attention(False), of_attention(True)]
+    assert not disagreements(rows[:2], False, 1e-6)
+    message = "\n".join(disagreements(rows, False, 1e-2))
+    for kind in "qkvo" if fault == "zero" else "qkv":
+        assert f"w{kind}.weight" in message
 
 
 def test_what_must_not_be_is_named() -> None:
