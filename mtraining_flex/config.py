@@ -16,6 +16,7 @@ PATTERNS = ("vertical_slash", "dense")
 BUDGETS = ("top_p", "top_k")
 BACKENDS = ("auto", "flex", "flash", "triton", "eager")
 ROTATIONS = ("ring", "allgather", "two_level")
+INNER_ROTATIONS = ("ring", "allgather")
 
 
 def _one_of(setting: str, value: str, names: tuple[str, ...]) -> None:
@@ -126,10 +127,13 @@ class Ring:
     """Which rank owns which block: "striped", "contiguous" or "zigzag"."""
 
     rotation: str = "ring"
-    """How keys and values travel: "ring" or "allgather" ("two_level" comes later)."""
+    """How keys and values travel: one "ring", "two_level" rings, or "allgather"."""
 
     inner_degree: int = 0
     """two_level only: ranks of an inner ring; 0 takes the ranks of a node."""
+
+    inner: str = "ring"
+    """two_level only: "ring" round the ranks of a node, or "allgather" among them."""
 
     def validate(self) -> None:
         """Refuse what this section alone shows to be wrong.
@@ -139,16 +143,16 @@ class Ring:
         """
         _one_of("ring.layout", self.layout, LAYOUTS)
         _one_of("ring.rotation", self.rotation, ROTATIONS)
+        _one_of("ring.inner", self.inner, INNER_ROTATIONS)
+        _at_least("ring.inner_degree", self.inner_degree, 0)
         if self.rotation == "two_level":
-            raise ValueError(
-                "ring.rotation ('two_level') does not exist yet; use 'ring' or "
-                "'allgather'"
-            )
-        if self.inner_degree != 0:
-            raise ValueError(
-                f"ring.inner_degree ({self.inner_degree}) is only for rotation "
-                f"'two_level', got rotation '{self.rotation}'"
-            )
+            return
+        for name, default in (("inner_degree", 0), ("inner", "ring")):
+            if getattr(self, name) != default:
+                raise ValueError(
+                    f"ring.{name} ({getattr(self, name)}) is only for rotation "
+                    f"'two_level', got rotation '{self.rotation}'"
+                )
 
 
 @dataclass
