@@ -5,6 +5,7 @@ The five steps, in order: find the pattern (`pattern`), turn it into block masks
 (`ring.step`), merge (`ring.merge`). cp = 1 is the same code with one step.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from mtraining_flex.config import Ring
+from mtraining_flex.config import Ring, resolve_inner_degree
 from mtraining_flex.config import SparseAttention as SparseConfig
 from mtraining_flex.layout import Layout, build_layout
 from mtraining_flex.pattern.budget import layer_budget, list_widths
@@ -22,7 +23,7 @@ from mtraining_flex.pattern.search import check_layout
 from mtraining_flex.pattern.types import VerticalSlash, dense_pattern
 from mtraining_flex.ring import ops
 from mtraining_flex.ring.backends import resolve_backend
-from mtraining_flex.ring.comm import Comm, comm_for
+from mtraining_flex.ring.comm import Comm, GroupComm, comm_for
 
 
 def sparse_attention(
@@ -37,6 +38,8 @@ def sparse_attention(
     backend: str = "auto",
     scale: float | None = None,
     rotation: str = "ring",
+    inner_degree: int = 0,
+    inner: str = "ring",
 ) -> Tensor:
     """Causal attention over the pairs that a pattern keeps. Differentiable in q, k, v.
 
@@ -49,7 +52,9 @@ def sparse_attention(
         mesh: one-dimensional mesh of the ring; None is a sequence in one piece.
         backend: "auto", "flex", "flash", "triton" or "eager".
         scale: of the logits, default `D ** -0.5`.
-        rotation: "ring" or "allgather".
+        rotation: "ring", "two_level" or "allgather".
+        inner_degree: of two_level, ranks of an inner ring; 0 is those of a node.
+        inner: of two_level, "ring" or "allgather" in a node.
 
     Returns:
         `[B, H, S, D]`, in q's dtype. A row that keeps no key gives 0 and gradients 0.
@@ -58,8 +63,8 @@ def sparse_attention(
         ValueError: shapes, a layout or a backend that do not fit.
     """
     _check_shapes(q, k, v, pattern)
-    Ring(rotation=rotation).validate()
-    comm = comm_of(mesh)
+    settings = Ring(rotation=rotation, inner_degree=inner_degree, inner=inner)
+    comm, ring = ring_of(mesh, settings)
     seq_len = q.shape[2] * comm.size
     if layout is None:
         layout = build_layout("striped", seq_len, comm.size, granularity)
@@ -74,7 +79,7 @@ def sparse_attention(
         comm.name,
         layout.name,
         granularity,
-        rotation,
+        *ring.transport,
         backend,
         q.shape[-1] ** -0.5 if scale is None else scale,
     )
@@ -87,11 +92,43 @@ def comm_of(mesh: DeviceMesh | Comm | None) -> Comm:
     Raises:
         ValueError: a mesh of more dimensions.
     """
+    if not isinstance(mesh, DeviceMesh):
+        return comm_for(mesh)
+    if mesh.ndim != 1:
+        raise ValueError(f"the ring's mesh must have 1 dimension, got {mesh.ndim}")
+    if mesh.size() == 1:
+        return comm_for(None)
+    comm = comm_for(mesh.get_group())
+    if comm.rank != mesh.get_local_rank():
+        raise ValueError(
+            f"the ring's mesh must list its ranks in ascending order: this one is "
+            f"number {mesh.get_local_rank()} of the mesh and {comm.rank} of its group"
+        )
+    return comm
+
+
+def ring_of(mesh: DeviceMesh | Comm | None, ring: Ring) -> tuple[Comm, Ring]:
+    """A ring, with its levels if it has two, and its settings with nothing left open.
+
+    Collective at first use.
+
+    Raises:
+        ValueError: settings that do not fit this mesh.
+    """
+    ring.validate()
+    comm = comm_of(mesh)
+    if ring.rotation != "two_level":
+        return comm, ring
+    if isinstance(comm, GroupComm):
+        ranks = torch.distributed.get_process_group_ranks(comm.group)
+    else:
+        ranks = list(range(comm.size))
+    inner_degree = resolve_inner_degree(ring, [ranks])
+    ring = dataclasses.replace(ring, inner_degree=inner_degree)
     if isinstance(mesh, DeviceMesh):
-        if mesh.ndim != 1:
-            raise ValueError(f"the ring's mesh must have 1 dimension, got {mesh.ndim}")
-        return comm_for(mesh.get_group() if mesh.size() > 1 else None)
-    return comm_for(mesh)
+        assert isinstance(comm, GroupComm)
+        comm.split_mesh(mesh, ring.inner_degree)
+    return comm, ring
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, pattern: VerticalSlash) -> None:
@@ -155,8 +192,7 @@ class SparseAttention(nn.Module):
             ValueError: settings that do not fit together.
         """
         config.validate()
-        ring.validate()
-        comm = comm_of(mesh)
+        comm, ring = ring_of(mesh, ring)
         for layout in layouts:
             check_layout(layout, layout.seq_len, comm.size, config.granularity)
         if config.budget_file and heads is None:
@@ -260,7 +296,7 @@ class SparseAttention(nn.Module):
             plan.comm_name,
             layout.name,
             layout.granularity,
-            plan.ring.rotation,
+            *plan.ring.transport,
             plan.config.backend,
             scale,
         )

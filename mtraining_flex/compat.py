@@ -9,6 +9,7 @@ Tested on torch 2.11 (CUDA 13, H200) and 2.13 (CPU).
   Inductor, once for its shapes. Not by `torch.compile`: nothing here can recompile,
   fall back to eager, or be guarded, and a GPU step costs no guard evaluation.
 * `all_gather_flat`, `reduce_scatter_flat`: collectives on flat tensors.
+* `unflatten`: a mesh of more dimensions over the ranks of one of one dimension.
 * `flex_forward`, `flex_backward`: FlexAttention's higher-order operators. The public
   function has no backward from a *global* out and lse.
 """
@@ -34,6 +35,14 @@ all_gather_flat: Callable[..., Any] = getattr(
 reduce_scatter_flat: Callable[..., Any] = getattr(
     dist, "reduce_scatter_single", dist.reduce_scatter_tensor
 )
+
+
+def unflatten(
+    mesh: DeviceMesh, shape: tuple[int, ...], names: tuple[str, ...]
+) -> DeviceMesh:
+    """A one-dimensional mesh as one of this shape. Collective over the world."""
+    result: DeviceMesh = mesh._unflatten(0, shape, names)
+    return result
 
 
 class _FixedOrder(_LoadBalancer):

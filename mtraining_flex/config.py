@@ -7,10 +7,13 @@ Two kinds of mistake are told apart: what a dataclass can see alone is refused b
 """
 
 # No `from __future__ import annotations` here: torchtitan reads the field types.
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from mtraining_flex.layout import LAYOUTS, Layout, build_layout
+from mtraining_flex.ring.schedule import check_inner_degree, ranks_per_node
 
 PATTERNS = ("vertical_slash", "dense")
 BUDGETS = ("top_p", "top_k")
@@ -154,6 +157,11 @@ class Ring:
                     f"'two_level', got rotation '{self.rotation}'"
                 )
 
+    @property
+    def transport(self) -> tuple[str, int, str]:
+        """What the operators take: rotation, inner_degree, inner."""
+        return self.rotation, self.inner_degree, self.inner
+
 
 @dataclass
 class JobConfig:
@@ -188,12 +196,54 @@ def resolve_degrees(job_config: Any, world_size: int) -> None:
     p.context_parallel_degree = world_size // others
 
 
-def validate_job(job_config: Any, world_size: int) -> Layout:
+def resolve_inner_degree(
+    ring: Ring, rings: Sequence[Sequence[int]], local_world_size: int | None = None
+) -> int:
+    """Ranks of an inner ring of two_level: `inner_degree`, or those of a node.
+
+    Args:
+        rings: global ranks of each ring.
+        local_world_size: processes per node; None takes torchrun's LOCAL_WORLD_SIZE.
+
+    Raises:
+        ValueError: no inner ring of that degree, or no way to know the nodes.
+    """
+    cp_size = len(rings[0])
+    if ring.inner_degree > 0:
+        check_inner_degree(ring.inner_degree, cp_size)
+        return ring.inner_degree
+    if local_world_size is None:
+        if "LOCAL_WORLD_SIZE" not in os.environ:
+            raise ValueError(
+                "ring.inner_degree (0) is the number of ranks per node, which only "
+                "torchrun knows (LOCAL_WORLD_SIZE): start with run_train.sh or "
+                f"torchrun, or set ring.inner_degree to a divisor of {cp_size}"
+            )
+        local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
+    degrees = [ranks_per_node(ranks, local_world_size) for ranks in rings]
+    if len(set(degrees)) > 1:
+        raise ValueError(
+            f"ring.inner_degree (0: ranks per node) is {min(degrees)} for some rings "
+            f"of {cp_size} ranks and {max(degrees)} for others, with "
+            f"{local_world_size} processes per node: set ring.inner_degree"
+        )
+    how = f", the ring's ranks on a node of {local_world_size} processes"
+    check_inner_degree(degrees[0], cp_size, how)
+    return degrees[0]
+
+
+def validate_job(
+    job_config: Any, world_size: int, local_world_size: int | None = None
+) -> Layout:
     """Refuse a run that cannot be right, before anything is built.
+
+    Fills in what the configuration leaves to be found: `context_parallel_degree = -1`
+    and `inner_degree = 0`.
 
     Args:
         job_config: torchtitan's configuration with this module's sections.
         world_size: number of processes.
+        local_world_size: of them, on one node; None takes torchrun's number.
 
     Returns:
         The layout of the training sequence.
@@ -241,6 +291,11 @@ def validate_job(job_config: Any, world_size: int) -> Layout:
             f"{shard * cp}) is plain DDP, which would halve gradients here: use "
             "data_parallel_shard_degree"
         )
+    if ring.rotation == "two_level":
+        # torchtitan's mesh has the context-parallel ranks side by side.
+        starts = range(0, world_size, cp)
+        rings = [range(start, start + cp) for start in starts]
+        ring.inner_degree = resolve_inner_degree(ring, rings, local_world_size)
     batch = training.local_batch_size * replicate * shard
     if training.global_batch_size > 0 and training.global_batch_size % batch:
         raise ValueError(

@@ -34,6 +34,7 @@ from mtraining_flex.cpu_device import available_device_type
 from mtraining_flex.layout import Layout
 from mtraining_flex.pattern.scores import check_probe_kernels
 from mtraining_flex.ring.backends import resolve_backend
+from mtraining_flex.ring.schedule import check_inner_degree
 
 _SEARCH = torch.ops.mtraining.search_pattern.default
 _RING = torch.ops.mtraining.ring_attention.default
@@ -83,6 +84,8 @@ class RingContextParallel(ParallelStyle):
                     f"ring.layout ('{self.ring.layout}') is not the layout's name "
                     f"('{each.name}')"
                 )
+            if self.ring.inner_degree > 0:
+                check_inner_degree(self.ring.inner_degree, each.cp_size)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh | None) -> nn.Module:
         attention = module
@@ -157,10 +160,20 @@ def apply_sparse_attention(
         )
     logger.info(
         f"Applied sparse attention to {len(modules)} layers: pattern {sparse.pattern}, "
-        f"layout {ring.layout}, rotation {ring.rotation} over {layouts[0].cp_size} "
-        f"ranks, {layouts[0].num_blocks} blocks of {sparse.granularity} tokens"
+        f"layout {ring.layout}, {describe_rotation(ring, layouts[0].cp_size)}, "
+        f"{layouts[0].num_blocks} blocks of {sparse.granularity} tokens"
     )
     logger.info(f"Attention backend '{backend}': {reason}")
+
+
+def describe_rotation(ring: Ring, cp_size: int) -> str:
+    """For the log."""
+    if ring.rotation != "two_level":
+        return f"rotation {ring.rotation} over {cp_size} ranks"
+    return (
+        f"rotation two_level over {cp_size // ring.inner_degree} nodes of "
+        f"ring.inner_degree {ring.inner_degree} ranks (inner: {ring.inner})"
+    )
 
 
 def attention_modules(model: Any) -> list[SparseAttention]:

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from mtraining_flex.config import SparseAttention
+from mtraining_flex.config import Ring, SparseAttention
 from mtraining_flex.layout import build_layout
 from mtraining_flex.pattern import VerticalSlash, density, find_pattern, pack_pattern
 from mtraining_flex.pattern.types import dense_pattern
@@ -208,7 +208,8 @@ def backward(
 
 
 def _ring_arguments(shape: Shape, backend: str) -> tuple[Any, ...]:
-    return ("local", "striped", shape.granularity, "ring", backend, shape.scale)
+    names = ("local", "striped", shape.granularity)
+    return (*names, *Ring().transport, backend, shape.scale)
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:

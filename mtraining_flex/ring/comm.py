@@ -8,16 +8,20 @@ name and `resolve` finds it again.
 Hops of different direction (keys and values forward, their gradients home) travel on
 process groups of their own, so that none queues behind another. Every rank posts the
 same transfers in the same order. Peers are global ranks, as `torch.distributed` wants.
+
+`Comm.split(M)` makes two levels of a ring of O M ranks: inner rings over the M ranks of
+each node and outer ones over the O nodes. Each is a `Comm` with hops of its own.
 """
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
-from mtraining_flex.compat import all_gather_flat, reduce_scatter_flat
+from mtraining_flex.compat import all_gather_flat, reduce_scatter_flat, unflatten
 
 # Kinds of hop, each on its own process group.
 DIRECTIONS = ("kv", "dkv")
@@ -56,6 +60,17 @@ class Comm(Protocol):
         """Send x to the next rank and receive the same shape from the previous one."""
         ...
 
+    def split(self, inner_degree: int) -> "Levels":
+        """Rank r as local rank `r % inner_degree` of node `r // inner_degree`."""
+        ...
+
+
+class Levels(NamedTuple):
+    """The two levels of a ring."""
+
+    inner: Comm  # the ranks of this node
+    outer: Comm  # the ranks of this local rank, one on each node
+
 
 class LocalComm:
     """A ring of one rank. Nothing moves."""
@@ -75,6 +90,9 @@ class LocalComm:
 
     def hop(self, direction: str, x: Tensor) -> Transfer:
         raise AssertionError("a ring of one rank has no hop")
+
+    def split(self, inner_degree: int) -> Levels:
+        raise AssertionError("a ring of one rank has no levels")
 
 
 class _GroupTransfer:
@@ -109,6 +127,7 @@ class GroupComm:
             )
             for direction in DIRECTIONS
         }
+        self._levels: dict[int, Levels] = {}
 
     def all_reduce(self, x: Tensor) -> Tensor:
         x = x.contiguous()
@@ -138,6 +157,34 @@ class GroupComm:
             ]
         )
         return _GroupTransfer(works, x, received)
+
+    def split(self, inner_degree: int) -> Levels:
+        """The levels that `split_mesh` has made.
+
+        Raises:
+            ValueError: it has made none of this degree.
+        """
+        if inner_degree not in self._levels:
+            raise ValueError(
+                f"this ring of {self.size} ranks has no inner rings of {inner_degree}: "
+                "give its DeviceMesh, not its process group"
+            )
+        return self._levels[inner_degree]
+
+    def split_mesh(self, mesh: DeviceMesh, inner_degree: int) -> None:
+        """Make the levels, of a mesh `cp_outer x cp_inner`. Collective over the world.
+
+        Args:
+            mesh: of one dimension, whose group this ring is of.
+        """
+        if inner_degree in self._levels:
+            return
+        shape = (self.size // inner_degree, inner_degree)
+        levels = unflatten(mesh, shape, ("cp_outer", "cp_inner"))
+        inner = comm_for(levels.get_group("cp_inner"))
+        outer = comm_for(levels.get_group("cp_outer"))
+        assert (outer.rank, inner.rank) == divmod(self.rank, inner_degree)
+        self._levels[inner_degree] = Levels(inner, outer)
 
 
 def register(comm: Comm) -> str:

@@ -14,11 +14,14 @@ rank posts the same transfers in the same order, also in a step in which it has 
 to compute. out and lse accumulate in fp32, and so do dq, dk and dv: the backward of a
 step uses the global out and lse, and recomputes nothing.
 
-`rotation = "allgather"` runs the same steps over keys that are all here at once.
+There is one loop for all rotations. "two_level" has rounds: a node's keys go to the
+next node while they go round the ring of this one. "ring" is a single round over all
+ranks, and "allgather" one over keys that are all here at once.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -33,7 +36,7 @@ from mtraining_flex.compat import fused
 from mtraining_flex.counters import recorder
 from mtraining_flex.layout import Layout
 from mtraining_flex.pattern.types import SENTINEL, VerticalSlash, slash_bitmap
-from mtraining_flex.ring.comm import Comm, Transfer
+from mtraining_flex.ring.comm import Comm, Levels, LocalComm, Transfer
 from mtraining_flex.ring.merge import compute_dtype, merge, start
 from mtraining_flex.ring.schedule import ring_sources
 from mtraining_flex.ring.step import Finished, Gradients, Part, Step
@@ -48,6 +51,20 @@ class Ring:
     rotation: str
     step: Step
     scale: float
+    inner_degree: int = 0  # of two_level
+    inner: str = "ring"  # rotation within a node
+
+    @cached_property
+    def levels(self) -> Levels:
+        """Rounds between nodes, steps within one."""
+        if self.rotation == "two_level":
+            return self.comm.split(self.inner_degree)
+        return Levels(self.comm, LocalComm())
+
+    @property
+    def gathers(self) -> bool:
+        """Whether a round has all of its keys at once."""
+        return "allgather" in (self.rotation, self.inner)
 
 
 def forward(
@@ -114,6 +131,7 @@ def backward(
             step = dq.add(part, columns if fused else None)
             dkv, grads = step.dkv, step.dcolumns
         home.add(source, dkv)
+    home.depart()
     if columns is not None and not fused:
         grads = dq.add(columns).dkv
     dkv_own = home.arrive()  # the last hop was under way behind the vertical step
@@ -234,19 +252,33 @@ def _rotate(
     ring: Ring, k: Tensor, v: Tensor
 ) -> Iterator[tuple[int, int, Tensor, Tensor]]:
     """Step number, source rank, and its keys and values `[B, HK, S, D]`."""
-    rank, size = ring.comm.rank, ring.comm.size
-    if size == 1:
+    inner, outer = ring.levels
+    if ring.comm.size == 1:
         yield 0, 0, k, v
         return
     kv = torch.stack([k, v])  # one transfer for both
-    everyone = ring.comm.all_gather(kv) if ring.rotation == "allgather" else None
-    for number, source in enumerate(ring_sources(rank, size)):
+    number = 0
+    for node in ring_sources(outer.rank, outer.size):
+        last = number + inner.size == ring.comm.size
+        transfer = None if last else outer.hop("kv", kv)
+        for local, keys, values in _rotate_inner(ring, kv):
+            yield number, node * inner.size + local, keys, values
+            number += 1
+        if transfer is not None:
+            kv = transfer.wait()
+
+
+def _rotate_inner(ring: Ring, kv: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Local rank of the inner ring, and its keys and values."""
+    inner = ring.levels.inner
+    everyone = inner.all_gather(kv) if ring.gathers else None
+    for number, local in enumerate(ring_sources(inner.rank, inner.size)):
         if everyone is not None:
-            yield number, source, *everyone[source]
+            yield local, *everyone[local]
             continue
-        last = number == size - 1
-        transfer = None if last else ring.comm.hop("kv", kv)
-        yield number, source, *kv
+        last = number == inner.size - 1
+        transfer = None if last else inner.hop("kv", kv)
+        yield local, *kv
         if transfer is not None:
             kv = transfer.wait()
 
@@ -254,39 +286,65 @@ def _rotate(
 class _Homebound:
     """dk and dv on their way to the rank that owns the keys.
 
-    In a ring the sum travels one step behind the keys: it arrives with what the
-    previous ranks have added, takes this rank's part and goes on, and after W hops it
-    is home.
+    In an inner ring the sum travels one step behind the keys: it arrives with what the
+    previous ranks have added, takes this rank's part and goes on, and after M hops it
+    is back where the keys came in. There it takes what the nodes before have added, and
+    goes on to the next node; after O such hops it is home.
     """
 
     def __init__(self, ring: Ring, like: Tensor):
-        self.ring, self.dtype = ring, compute_dtype(like.dtype)
-        self.transfer: Transfer | None = None
-        if ring.rotation == "allgather":
-            shape = (ring.comm.size, 2, *like.shape)
-            self.sum = like.new_zeros(shape, dtype=self.dtype)
+        self.inner, self.outer = ring.levels
+        self.gathers, self.dtype = ring.gathers, compute_dtype(like.dtype)
+        self.like, self.count = like, 0
+        self.within: Transfer | None = None  # round the inner ring
+        self.between: Transfer | None = None  # to the next node
 
     def add(self, source: int, dkv: Tensor | None) -> None:
         """Add this rank's part for the keys of `source`, and send the sum on."""
-        if self.ring.rotation == "allgather":
+        first = self.count % self.inner.size == 0
+        if first and self.count > 0:
+            # The last hop of the round before was under way behind this step.
+            self._leave_node()
+        self.count += 1
+        if self.gathers:
+            if first:
+                self.sum = self._zeros(self.inner.size)
             if dkv is not None:
-                self.sum[source].copy_(dkv)
+                self.sum[source % self.inner.size].copy_(dkv)
             return
-        if self.transfer is None:  # the own keys come first
-            assert dkv is not None, "own keys are never causally empty"
-            self.sum = dkv.to(self.dtype)
+        if first:
+            self.sum = self._zeros(1)[0] if dkv is None else dkv.to(self.dtype)
         else:
-            self.sum = self.transfer.wait()
+            assert self.within is not None
+            self.sum = self.within.wait()
             if dkv is not None:
                 self.sum += dkv
-        if self.ring.comm.size > 1:
-            self.transfer = self.ring.comm.hop("dkv", self.sum)
+        if self.inner.size > 1:
+            self.within = self.inner.hop("dkv", self.sum)
+
+    def depart(self) -> None:
+        """Send the last sum to the next node, before what that can hide behind."""
+        if self.outer.size > 1:
+            self._leave_node()
 
     def arrive(self) -> Tensor:
         """This rank's own dk and dv, `[2, B, HK, S, D]`."""
-        if self.ring.rotation == "allgather":
-            return self.ring.comm.reduce_scatter(self.sum)
-        return self.sum if self.transfer is None else self.transfer.wait()
+        return self._round() if self.between is None else self.between.wait()
+
+    def _zeros(self, ranks: int) -> Tensor:
+        return self.like.new_zeros((ranks, 2, *self.like.shape), dtype=self.dtype)
+
+    def _round(self) -> Tensor:
+        """What the ranks of this node have added in a round."""
+        if self.gathers:
+            return self.inner.reduce_scatter(self.sum)
+        return self.sum if self.within is None else self.within.wait()
+
+    def _leave_node(self) -> None:
+        total = self._round()
+        if self.between is not None:
+            total += self.between.wait()
+        self.between = self.outer.hop("dkv", total)
 
 
 def _own_columns(

@@ -10,7 +10,7 @@ custom operator fails.
 import torch
 from torch import Tensor
 
-from mtraining_flex.counters import recorder
+from mtraining_flex.counters import recorder, timed
 from mtraining_flex.layout import Layout, build_layout
 from mtraining_flex.pattern.budget import Budget, LayerBudget
 from mtraining_flex.pattern.scores import probe_recall
@@ -33,10 +33,12 @@ def _ring(
     layout: str,
     granularity: int,
     rotation: str,
+    inner_degree: int,
+    inner: str,
     backend: str,
     scale: float,
 ) -> drive.Ring:
-    resolved = resolve(comm)
+    resolved = timed(resolve(comm))
     chosen, _ = resolve_backend(
         backend, q.device.type, granularity, q.dtype, q.shape[-1]
     )
@@ -46,6 +48,8 @@ def _ring(
         rotation,
         get_step(chosen),
         scale,
+        inner_degree,
+        inner,
     )
 
 
@@ -143,11 +147,15 @@ def ring_attention(
     layout: str,
     granularity: int,
     rotation: str,
+    inner_degree: int,
+    inner: str,
     backend: str,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Forward of the ring: out `[B, H, S, D]` in q's dtype and natural lse."""
-    ring = _ring(q, comm, layout, granularity, rotation, backend, scale)
+    ring = _ring(
+        q, comm, layout, granularity, rotation, inner_degree, inner, backend, scale
+    )
     pattern = VerticalSlash(slash, num_slash, vertical, num_vertical)
     with _own_precision(q):
         out, lse = drive.forward(ring, q, k, v, pattern, int(layer))
@@ -176,11 +184,15 @@ def ring_attention_backward(
     layout: str,
     granularity: int,
     rotation: str,
+    inner_degree: int,
+    inner: str,
     backend: str,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Backward of the ring: dq, dk, dv in the dtypes of q, k, v."""
-    ring = _ring(q, comm, layout, granularity, rotation, backend, scale)
+    ring = _ring(
+        q, comm, layout, granularity, rotation, inner_degree, inner, backend, scale
+    )
     pattern = VerticalSlash(slash, num_slash, vertical, num_vertical)
     with _own_precision(q):
         dq, dk, dv = drive.backward(ring, dout, q, k, v, out, lse, pattern)
@@ -204,7 +216,7 @@ def _setup_context(ctx, inputs, output) -> None:
 
 def _backward(ctx, dout, dlse):
     dq, dk, dv = ring_attention_backward(dout, *ctx.saved_tensors, *ctx.rest)
-    return dq, dk, dv, *[None] * 11
+    return dq, dk, dv, *[None] * 13
 
 
 ring_attention.register_autograd(_backward, setup_context=_setup_context)

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from mtraining_flex.ring.comm import Transfer, register
+from mtraining_flex.ring.comm import Levels, Transfer, register
 
 T = TypeVar("T")
 _TIMEOUT = 120.0  # seconds a rank waits for the others before it gives up
@@ -29,6 +29,22 @@ class _Meeting:
         self.slots: list[Any] = [None] * size
         self.mail: dict[tuple[str, int], list[Tensor]] = {}
         self.posted = threading.Condition()
+        self.levels: dict[tuple[int, str, int], _Meeting] = {}
+
+    def level(self, inner_degree: int, name: str, index: int) -> "_Meeting":
+        """Of the ranks of one node ("inner"), or of one local rank ("outer")."""
+        size = inner_degree if name == "inner" else self.size // inner_degree
+        with self.posted:
+            key = (inner_degree, name, index)
+            return self.levels.setdefault(key, _Meeting(size))
+
+    def abort(self) -> None:
+        """Let no rank wait for one that has failed."""
+        self.barrier.abort()
+        with self.posted:
+            levels = list(self.levels.values())
+        for meeting in levels:
+            meeting.abort()
 
     def exchange(self, rank: int, value: Any) -> list[Any]:
         """Every rank's value, on every rank."""
@@ -78,6 +94,16 @@ class ThreadComm:
             meeting.posted.notify_all()
         return _ThreadTransfer(meeting, direction, self.rank)
 
+    def split(self, inner_degree: int) -> Levels:
+        node, local = divmod(self.rank, inner_degree)
+        inner = self.meeting.level(inner_degree, "inner", node)
+        outer = self.meeting.level(inner_degree, "outer", local)
+        name = f"{self.name}/{inner_degree}"
+        return Levels(
+            ThreadComm(inner, local, f"{name}/inner"),
+            ThreadComm(outer, node, f"{name}/outer"),
+        )
+
 
 def run_ranks(size: int, fn: Callable[[ThreadComm], T]) -> list[T]:
     """Call `fn(comm)` on `size` simulated ranks; their results in rank order.
@@ -92,7 +118,7 @@ def run_ranks(size: int, fn: Callable[[ThreadComm], T]) -> list[T]:
         try:
             return fn(comm)
         except BaseException:
-            meeting.barrier.abort()
+            meeting.abort()
             raise
 
     with ThreadPoolExecutor(size) as pool:

@@ -1,8 +1,10 @@
-"""Worker: `GroupComm` and the ring over gloo, on 2 or 4 processes.
+"""Worker: `GroupComm` and the ring over gloo, on 2, 4 or 8 processes.
 
 Of four ranks the meshes "pairs" and "strided" make rings of two: {0, 1}, {2, 3} and
 {0, 2}, {1, 3}. A ring of two has the same peer both ways; a strided one has peers that
-are not its group ranks.
+are not its group ranks. Of eight ranks they are rings of four: {0, 1, 2, 3}, {4, ...}
+and {0, 2, 4, 6}, {1, ...}. A ring of four has two levels of 2 x 2, one of eight of
+2 x 4 or 4 x 2.
 """
 
 import sys
@@ -11,14 +13,15 @@ from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from mtraining_flex import cpu_device
-from mtraining_flex.attention import sparse_attention
-from mtraining_flex.config import SparseAttention
+from mtraining_flex.attention import ring_of, sparse_attention
+from mtraining_flex.config import INNER_ROTATIONS, Ring, SparseAttention
 from mtraining_flex.layout import LAYOUTS, build_layout, shard_batch
 from mtraining_flex.pattern.search import find_pattern
 from mtraining_flex.pattern.types import VerticalSlash
@@ -27,9 +30,12 @@ from mtraining_flex.ring.comm import DIRECTIONS, Comm, GroupComm, comm_for
 from tests.distributed.launch import run_cases
 from tests.helpers import assert_close, random_pattern, random_qkv
 
-RINGS = {2: ("world",), 4: ("world", "pairs", "strided")}
+RINGS = {
+    2: ("world",),
+    4: ("world", "pairs", "strided"),
+    8: ("world", "pairs", "strided"),
+}
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
-ROTATIONS = ("ring", "allgather")
 HOPS = 200
 BATCH, HEADS, KV_HEADS, SEQ_LEN, HEAD_DIM, G = 1, 6, 2, 256, 16, 16
 CONFIG = SparseAttention(
@@ -48,10 +54,21 @@ CONFIG = SparseAttention(
 def _meshes() -> dict[str, DeviceMesh]:
     world = dist.get_world_size()
     meshes = {"world": init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))}
-    if world == 4:
-        both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
-        meshes |= {"pairs": both["cp"], "strided": both["dp"]}
+    if world >= 4:
+        both = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp", "cp"))
+        other = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("cp", "dp"))
+        meshes |= {"pairs": both["cp"], "strided": other["cp"]}
     return meshes
+
+
+def _rotations(size: int) -> dict[str, Ring]:
+    rotations = {"ring": Ring(), "allgather": Ring(rotation="allgather")}
+    for degree in range(2, size):
+        if size % degree == 0:
+            for inner in INNER_ROTATIONS:
+                name = f"two_level_{degree}_{inner}"
+                rotations[name] = Ring("striped", "two_level", degree, inner)
+    return rotations
 
 
 def _comm(ring: str) -> GroupComm:
@@ -66,7 +83,7 @@ def collectives(ring: str, dtype: torch.dtype) -> None:
 
     def of(rank: int) -> Tensor:
         # Not contiguous: the transport must not send the memory as it lies.
-        return (torch.arange(12).view(3, 4).T + 16 * rank).to(dtype)
+        return (torch.arange(12).view(3, 4).T + 2 * rank).to(dtype)
 
     everyone = torch.stack([of(rank) for rank in range(comm.size)])
     assert torch.equal(comm.all_reduce(of(comm.rank)), everyone.sum(0))
@@ -80,6 +97,29 @@ def collectives(ring: str, dtype: torch.dtype) -> None:
     ranks = dist.get_process_group_ranks(comm.group)
     assert ranks[comm.rank] == dist.get_rank()
     assert comm_for(comm.group) is comm, "a second GroupComm of one group"
+
+
+def levels(ring: str, degree: int) -> None:
+    """Each level is a ring of its own, of the right ranks; both hop at once."""
+    mesh, comm = _meshes()[ring], _comm(ring)
+    with pytest.raises(ValueError, match=rf"no inner rings of {degree}: give its Dev"):
+        comm.split(degree)
+    settings = Ring(rotation="two_level", inner_degree=degree)
+    assert ring_of(mesh, settings) == (comm, settings)
+    inner, outer = comm.split(degree)
+    assert (outer.rank, inner.rank) == divmod(comm.rank, degree)
+    assert (outer.size, inner.size) == (comm.size // degree, degree)
+    ring_of(mesh, settings)
+    assert comm.split(degree) == (inner, outer), "made again"
+    groups = [c.hops[d] for c in (comm, inner, outer) for d in DIRECTIONS]  # type: ignore[attr-defined]
+    assert len({id(group) for group in groups}) == 6
+    mine = torch.tensor([float(comm.rank)])
+    transfers = [c.hop(d, mine) for d in DIRECTIONS for c in (outer, inner)]
+    received = [int(t.wait()) for t in transfers]
+    node, local = outer.rank, inner.rank
+    before = (node - 1) % outer.size * degree + local
+    beside = node * degree + (local - 1) % degree
+    assert received == [before, beside] * 2
 
 
 def many_hops(ring: str) -> None:
@@ -138,7 +178,7 @@ def _dout() -> Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
-def equals_one_process(ring: str, layout_name: str, rotation: str, kind: str) -> None:
+def equals_one_process(ring: str, layout_name: str, rotation: Ring, kind: str) -> None:
     """Pattern to the bit; out, dq, dk, dv of this rank's tokens to 1e-10."""
     comm: Comm = _comm(ring)
     layout = build_layout(layout_name, SEQ_LEN, comm.size, G)
@@ -160,7 +200,9 @@ def equals_one_process(ring: str, layout_name: str, rotation: str, kind: str) ->
         granularity=G,
         layout=layout,
         mesh=_meshes()[ring],
-        rotation=rotation,
+        rotation=rotation.rotation,
+        inner_degree=rotation.inner_degree,
+        inner=rotation.inner,
     )
     out.backward(_dout()[:, :, mine])
     for actual, whole in zip((out, q.grad, k.grad, v.grad), expected, strict=True):
@@ -182,16 +224,19 @@ def cases(world_size: int) -> list[tuple[str, Callable[[], None]]]:
     """Name and call of each case, in order."""
     result: list[tuple[str, Callable[[], None]]] = []
     for ring in RINGS[world_size]:
+        size = world_size if ring == "world" else world_size // 2
+        for degree in (d for d in range(2, size) if size % d == 0):
+            result.append((f"levels-{ring}-{degree}", partial(levels, ring, degree)))
         for dtype in DTYPES:
             call = partial(collectives, ring, DTYPES[dtype])
             result.append((f"collectives-{ring}-{dtype}", call))
         result.append((f"many_hops-{ring}", partial(many_hops, ring)))
         for layout in LAYOUTS:
             result.append((f"shard-{ring}-{layout}", partial(shard, ring, layout)))
-            for rotation in ROTATIONS:
+            for how, rotation in _rotations(size).items():
                 for kind in ("found", "random"):
                     call = partial(equals_one_process, ring, layout, rotation, kind)
-                    name = f"attention-{ring}-{layout}-{rotation}-{kind}"
+                    name = f"attention-{ring}-{layout}-{how}-{kind}"
                     result.append((name, call))
     return result
 

@@ -46,6 +46,7 @@ VALIDATED = [
     "--validation.local_batch_size=2",
     "--validation.freq=2",
 ]
+TWO_LEVEL = ["--ring.rotation=two_level", "--ring.inner_degree=2"]
 ALLGATHER = ["--ring.rotation=allgather"]
 # Interpreted, and so a few steps.
 TRITON = [*SPARSE, "--sparse_attention.backend=triton", "--training.steps=3"]
@@ -184,6 +185,9 @@ def four(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Launched:
     rings_of_two = ["--parallelism.context_parallel_degree=2"]
     replicas = ["--parallelism.data_parallel_replicate_degree=2"]
     sharded = ["--parallelism.data_parallel_shard_degree=2"]
+    plans.add("two_level", *SPARSE, *TWO_LEVEL)
+    gathered = [*TWO_LEVEL, "--ring.inner=allgather"]
+    plans.add("two_level_compiled", *SPARSE, *COMPILED, *gathered)
     plans.add("readers", *SPARSE, *rings_of_two, *sharded, "--training.steps=6")
     plans.add_single_label("single_label_fsdp", *rings_of_two, *sharded)
     plans.add_single_label(

@@ -49,6 +49,14 @@ def test_allgather_is_the_ring(two: Launched) -> None:
     _equal(_losses(two, "allgather"), _losses(two, "sparse"))
 
 
+@pytest.mark.parametrize("name", ("two_level", "two_level_compiled"))
+def test_two_levels_are_the_ring(four: Launched, name: str) -> None:
+    """2 x 2; also compiled and checkpointed, with an inner all-gather."""
+    _equal(_losses(four, name), _losses(four, "sparse"))
+    exposed = [m["ring/exposed_comm_ms"] for m in load_run(four, name)["metrics"]]
+    assert len(exposed) == STEPS and min(exposed) > 0
+
+
 @pytest.mark.parametrize("ranks", ("one", "two"))
 def test_hand_written_kernels_train_alike(
     request: pytest.FixtureRequest, one: Launched, ranks: str

@@ -57,7 +57,17 @@ REFUSED: dict[str, tuple[int, list[str], list[str]]] = {
     "two_level": (
         4,
         [f"{CP}4", "--ring.rotation=two_level"],
-        ["ring.rotation ('two_level')", "'ring'", "'allgather'"],
+        ["ring.inner_degree (4, the ring's ranks on a node of 4", "(4)", "'ring'"],
+    ),
+    "inner_degree": (
+        4,
+        [f"{CP}4", "--ring.rotation=two_level", "--ring.inner_degree=3"],
+        ["ring.inner_degree (3)", "context_parallel_degree (4)", "'ring'"],
+    ),
+    "inner": (
+        4,
+        [f"{CP}4", "--ring.inner=allgather"],
+        ["ring.inner (allgather)", "'two_level'", "'ring'"],
     ),
     "rotation": (1, ["--ring.rotation=x"], ["ring.rotation ('x')", "allgather"]),
     "layout": (1, ["--ring.layout=x"], ["ring.layout ('x')", "striped"]),
@@ -84,6 +94,7 @@ def test_refused_before_a_process_group(
 ) -> None:
     world_size, flags, parts = REFUSED[name]
     monkeypatch.setenv("WORLD_SIZE", str(world_size))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(world_size))
     # What torchtitan reads first; without it, going on too far is a KeyError.
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     train_spec.register()

@@ -12,7 +12,7 @@ import torch
 from mtraining_flex import compat
 from mtraining_flex.attention import sparse_attention
 from mtraining_flex.block_mask import MASKS, StepMask, slash_step, vertical_step
-from mtraining_flex.config import SparseAttention
+from mtraining_flex.config import Ring, SparseAttention
 from mtraining_flex.layout import build_layout
 from mtraining_flex.pattern import find_pattern, pack_pattern
 from mtraining_flex.pattern.types import dense_pattern, slash_bitmap
@@ -273,7 +273,8 @@ def bf16_error(q, k, v, dout):
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["flex", "flash", "triton"])
 @pytest.mark.parametrize("layout_name", ["striped", "zigzag", "contiguous"])
-def test_simulated_ring(backend, layout_name, monkeypatch):
+@pytest.mark.parametrize("rotation", ["ring", "two_level"])
+def test_simulated_ring(backend, layout_name, rotation, monkeypatch):
     """Four ranks on one GPU give what one rank gives."""
     gpu_backend(backend)
     monkeypatch.setattr(ops, "get_step", lambda name: LockedStep(get_step(name)))
@@ -281,13 +282,15 @@ def test_simulated_ring(backend, layout_name, monkeypatch):
     expected = fp32_rows(q, k, v, dout, pattern)
     plain = bf16_error(q, k, v, dout)
     layout = build_layout(layout_name, 8192, 4, 128)
+    inner_degree = 2 if rotation == "two_level" else 0
+    transport = Ring(rotation=rotation, inner_degree=inner_degree).transport
 
     def rank(comm):
         # The operators, from this rank's thread: autograd runs CUDA backwards on one
         # thread, where ranks would wait for each other forever.
         index = layout.positions(comm.rank).cuda()
         q_r, k_r, v_r, dout_r = (x[:, :, index] for x in (q, k, v, dout))
-        ring = (comm.name, layout_name, 128, "ring", backend, 128**-0.5)
+        ring = (comm.name, layout_name, 128, *transport, backend, 128**-0.5)
         layer = torch.tensor(0)
         found = pattern.tensors()
         out, lse = ops.ring_attention(q_r, k_r, v_r, *found, layer, *ring)

@@ -159,9 +159,11 @@ def test_a_layout_of_another_call_is_refused(
         ({"granularity": 128}, r"seq_len \(64\).*at least.*128"),
         ({"granularity": 0}, r"granularity \(0\)"),
         (
-            {"rotation": "two_level"},
-            r"ring.rotation \('two_level'\) does not exist yet",
+            {"rotation": "two_level", "inner_degree": 1},
+            r"ring.inner_degree \(1\) must divide .*degree \(1\)",
         ),
+        ({"inner_degree": 2}, r"ring.inner_degree \(2\) is only for .*'two_level'"),
+        ({"inner": "allgather"}, r"ring.inner \(allgather\) is only for"),
         ({"rotation": "star"}, r"ring.rotation \('star'\) must be one of"),
         ({"backend": "cudnn"}, r"backend \('cudnn'\) must be one of.*eager"),
         (
@@ -360,7 +362,12 @@ def test_arguments_that_ask_for_nothing_are_taken() -> None:
     ("changes", "ring", "layout", "message"),
     [
         ({"vertical_p": 2.0}, Ring(), _layout(), r"vertical_p \(2.0\)"),
-        ({}, Ring(rotation="two_level"), _layout(), "two_level"),
+        (
+            {},
+            Ring(rotation="two_level", inner_degree=2),
+            _layout(),
+            r"inner_degree \(2\).*degree \(1\)",
+        ),
         ({}, Ring(), _layout(size=2), r"cp_size \(2\).*\(1\)"),
         ({"granularity": 16}, Ring(), _layout(), r"granularity \(8\).*\(16\)"),
         ({"budget_file": "x.json"}, Ring(), _layout(), "number of heads"),
@@ -521,7 +528,12 @@ def test_the_function_takes_a_mesh(mesh: DeviceMesh) -> None:
     [
         ({"slash_p": 0.0}, _layout(), None, r"slash_p \(0.0\)"),
         ({}, _layout(), Ring(layout="zigzag"), r"\('zigzag'\).*\('striped'\)"),
-        ({}, _layout(), Ring(rotation="two_level"), "two_level"),
+        (
+            {},
+            _layout(),
+            Ring(rotation="two_level", inner_degree=2),
+            r"inner_degree \(2\).*degree \(1\)",
+        ),
         ({}, _layout(), Ring(layout="x"), r"ring.layout \('x'\)"),
     ],
 )

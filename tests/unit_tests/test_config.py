@@ -10,6 +10,7 @@ from mtraining_flex.config import (
     Ring,
     SparseAttention,
     resolve_degrees,
+    resolve_inner_degree,
     validate_job,
 )
 
@@ -102,13 +103,65 @@ def test_settings_at_their_bounds_are_valid(changes: dict[str, Any]) -> None:
     [
         ({"layout": "x"}, ["ring.layout ('x')", "striped", "contiguous", "zigzag"]),
         ({"rotation": "x"}, ["ring.rotation ('x')", "ring", "allgather"]),
-        ({"rotation": "two_level"}, ["ring.rotation ('two_level')", "yet"]),
+        ({"rotation": "two_level", "inner": "x"}, ["ring.inner ('x')", "allgather"]),
+        ({"rotation": "two_level", "inner_degree": -1}, ["ring.inner_degree (-1)"]),
+        ({"inner": "allgather"}, ["ring.inner (allgather)", "'two_level'", "'ring'"]),
         ({"inner_degree": 2}, ["ring.inner_degree (2)", "'two_level'", "'ring'"]),
     ],
 )
 def test_ring_errors(changes: dict[str, Any], parts: list[str]) -> None:
     with pytest.raises(ValueError) as error:
         Ring(**changes).validate()
+    assert all(part in str(error.value) for part in parts), str(error.value)
+
+
+# The inner ring
+
+
+@pytest.mark.parametrize(
+    ("world_size", "cp", "per_node", "expected"),
+    [(4, 4, 2, 2), (8, 4, 2, 2), (32, 32, 8, 8), (16, 8, 4, 4)],
+)
+def test_the_inner_ring_is_that_of_a_node(
+    world_size: int, cp: int, per_node: int, expected: int
+) -> None:
+    job = _job("ring.rotation=two_level", f"parallelism.context_parallel_degree={cp}")
+    job.training.seq_len = 128 * cp
+    validate_job(job, world_size, per_node)
+    assert job.ring.inner_degree == expected
+
+
+def test_the_number_of_a_node_comes_from_torchrun(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ring = Ring(rotation="two_level")
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    with pytest.raises(ValueError, match=r"inner_degree \(0\).*LOCAL_WORLD_SIZE"):
+        resolve_inner_degree(ring, [range(4)])
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert resolve_inner_degree(ring, [range(4)]) == 2
+    ring.inner_degree = 4
+    assert resolve_inner_degree(ring, [range(8)]) == 4
+
+
+@pytest.mark.parametrize(
+    ("inner", "rings", "per_node", "parts"),
+    [
+        (0, [range(8)], 8, ["inner_degree (8, the ring's ranks on a node", "(8)"]),
+        (0, [range(4)], 1, ["inner_degree (1, the ring's ranks on a node", "(4)"]),
+        (0, [range(6)], 4, ["6 ranks", "4 processes", "[0, 0, 0, 0, 1, 1]"]),
+        (0, [range(4), range(4, 8)], 6, ["is 2 for some", "4 for others", "6 proc"]),
+        (3, [range(8)], 8, ["inner_degree (3)", "context_parallel_degree (8)"]),
+        (1, [range(8)], 8, ["inner_degree (1)", "context_parallel_degree (8)"]),
+        (8, [range(8)], 8, ["inner_degree (8)", "context_parallel_degree (8)"]),
+    ],
+)
+def test_an_inner_ring_that_cannot_be(
+    inner: int, rings: list[range], per_node: int, parts: list[str]
+) -> None:
+    with pytest.raises(ValueError) as error:
+        ring = Ring(rotation="two_level", inner_degree=inner)
+        resolve_inner_degree(ring, rings, per_node)
     assert all(part in str(error.value) for part in parts), str(error.value)
 
 

@@ -32,81 +32,20 @@ from mtraining_flex.ring.comm import comm_for
 from mtraining_flex.ring.merge import merge, start
 from mtraining_flex.ring.simulate import run_ranks
 from tests.helpers import assert_close, fro_error, random_pattern, random_qkv
+from tests.rings import (
+    NAMES,
+    Results,
+    assert_equal_results,
+    grad_like,
+    reference_results,
+    ring_results,
+)
 
-NAMES = ("out", "dq", "dk", "dv")
 ROTATIONS = ("ring", "allgather")
 G = 4  # granularity
-Results = tuple[Tensor, Tensor, Tensor, Tensor]  # out, dq, dk, dv
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 every_layout = pytest.mark.parametrize("name", LAYOUTS)
-
-
-def _ring(
-    qkv: tuple[Tensor, Tensor, Tensor],
-    dout: Tensor,
-    pattern: VerticalSlash,
-    layout: Layout,
-    rotation: str = "ring",
-    **settings: Any,
-) -> Results:
-    """Every rank's part of out, dq, dk, dv, put back in the order of the sequence."""
-
-    def call(comm: Any) -> tuple[Tensor, ...]:
-        here = layout.positions(comm.rank)
-        q, k, v = (x[:, :, here].detach().requires_grad_() for x in qkv)
-        out = sparse_attention(
-            q,
-            k,
-            v,
-            pattern,
-            granularity=layout.granularity,
-            layout=layout,
-            mesh=comm,
-            rotation=rotation,
-            **settings,
-        )
-        return out.detach(), *torch.autograd.grad(out, (q, k, v), dout[:, :, here])
-
-    parts = run_ranks(layout.cp_size, call)
-    whole = [torch.full_like(x, torch.nan) for x in (dout, *qkv)]
-    for rank, results in enumerate(parts):
-        for total, result in zip(whole, results, strict=True):
-            assert result.dtype == total.dtype
-            total[:, :, layout.positions(rank)] = result
-    return tuple(whole)
-
-
-def _reference(
-    qkv: tuple[Tensor, Tensor, Tensor],
-    dout: Tensor,
-    pattern: VerticalSlash,
-    granularity: int,
-    scale: float | None = None,
-) -> Results:
-    """The same in one process and fp64."""
-    q, k, v = (x.detach().double().requires_grad_() for x in qkv)
-    out, _ = reference_attention(q, k, v, pattern, granularity, scale)
-    return out.detach(), *torch.autograd.grad(out, (q, k, v), dout.double())
-
-
-def _assert_equal_results(
-    actual: Results, expected: Results, layout: Layout, rtol: float = 1e-9
-) -> None:
-    """On the whole, and on each rank: a large part must not hide a small one."""
-    for name, a, b in zip(NAMES, actual, expected, strict=True):
-        assert_close(a, b, rtol)
-        for rank in range(layout.cp_size):
-            here = layout.positions(rank)
-            if b[:, :, here].any():
-                assert_close(a[:, :, here], b[:, :, here], 10 * rtol)
-            else:
-                assert not a[:, :, here].any(), (name, rank)
-
-
-def _grad_like(q: Tensor) -> Tensor:
-    generator = torch.Generator().manual_seed(99)
-    return torch.randn(q.shape, generator=generator, dtype=torch.float64).to(q.dtype)
 
 
 # One process
@@ -160,28 +99,28 @@ def test_all_ranks_together_are_one_process(
         always_diagonal=diagonal,
     )
     qkv = random_qkv(*heads, seq_len, dim, torch.float64, seed=size)
-    dout = _grad_like(qkv[0])
-    actual = _ring(qkv, dout, pattern, layout, rotation)
-    _assert_equal_results(actual, _reference(qkv, dout, pattern, G), layout)
+    dout = grad_like(qkv[0])
+    actual = ring_results(qkv, dout, pattern, layout, rotation)
+    assert_equal_results(actual, reference_results(qkv, dout, pattern, G), layout)
 
 
 @every_layout
 def test_one_pattern_stands_for_all_heads(name: str) -> None:
     layout = build_layout(name, 32, 2, G)
     qkv = random_qkv(2, 4, 2, 32, 8, torch.float64, seed=1)
-    pattern, dout = pack_pattern([[[0, 2, 5]]], [[[1, 9, 18]]]), _grad_like(qkv[0])
-    actual = _ring(qkv, dout, pattern, layout)
-    _assert_equal_results(actual, _reference(qkv, dout, pattern, G), layout)
+    pattern, dout = pack_pattern([[[0, 2, 5]]], [[[1, 9, 18]]]), grad_like(qkv[0])
+    actual = ring_results(qkv, dout, pattern, layout)
+    assert_equal_results(actual, reference_results(qkv, dout, pattern, G), layout)
 
 
 def test_scale_reaches_forward_and_backward() -> None:
     layout = build_layout("striped", 32, 2, G)
     qkv = random_qkv(1, 2, 1, 32, 8, torch.float64, seed=2)
-    pattern, dout = pack_pattern([[[0, 3]]], [[[4]]]), _grad_like(qkv[0])
-    actual = _ring(qkv, dout, pattern, layout, scale=0.9)
-    _assert_equal_results(actual, _reference(qkv, dout, pattern, G, 0.9), layout)
+    pattern, dout = pack_pattern([[[0, 3]]], [[[4]]]), grad_like(qkv[0])
+    actual = ring_results(qkv, dout, pattern, layout, scale=0.9)
+    assert_equal_results(actual, reference_results(qkv, dout, pattern, G, 0.9), layout)
     with pytest.raises(AssertionError, match="exceeds"):
-        assert_close(actual[0], _reference(qkv, dout, pattern, G)[0], 1e-2)
+        assert_close(actual[0], reference_results(qkv, dout, pattern, G)[0], 1e-2)
 
 
 def test_tensors_of_other_strides() -> None:
@@ -191,8 +130,8 @@ def test_tensors_of_other_strides() -> None:
     strided = tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in qkv)
     pattern = random_pattern(2, 4, 32, G, max_slash=3, max_vertical=5, seed=1)
     dout = torch.ones(1, 1, 1, 1, dtype=torch.float64).expand(2, 4, 32, 8)
-    actual = _ring(strided, dout, pattern, layout)
-    _assert_equal_results(actual, _reference(qkv, dout, pattern, G), layout)
+    actual = ring_results(strided, dout, pattern, layout)
+    assert_equal_results(actual, reference_results(qkv, dout, pattern, G), layout)
 
 
 @every_layout
@@ -201,7 +140,7 @@ def test_a_full_budget_is_dense_attention(name: str, size: int) -> None:
     """By `dense_pattern`, and by a search that may keep everything."""
     layout = build_layout(name, 64, size, G)
     qkv = random_qkv(2, 4, 2, 64, 16, torch.float64, seed=4)
-    dout = _grad_like(qkv[0])
+    dout = grad_like(qkv[0])
     q, k, v = (x.clone().requires_grad_() for x in qkv)
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     expected = out.detach(), *torch.autograd.grad(out, (q, k, v), dout)
@@ -209,8 +148,8 @@ def test_a_full_budget_is_dense_attention(name: str, size: int) -> None:
         granularity=G, vertical_p=1.0, slash_p=1.0, max_vertical=64, probe_rows=8
     )
     for pattern in (dense_pattern(16, "cpu"), find_pattern(q, k, all_of_it)):
-        actual = _ring(qkv, dout, pattern, layout)
-        _assert_equal_results(actual, expected, layout)
+        actual = ring_results(qkv, dout, pattern, layout)
+        assert_equal_results(actual, expected, layout)
 
 
 @every_layout
@@ -218,12 +157,12 @@ def test_a_full_budget_is_dense_attention(name: str, size: int) -> None:
 def test_ring_and_allgather_agree(name: str, size: int) -> None:
     layout = build_layout(name, 16 * size, size, 2 * G)
     qkv = random_qkv(1, 4, 2, 16 * size, 16, torch.float64, seed=5)
-    dout = _grad_like(qkv[0])
+    dout = grad_like(qkv[0])
     pattern = random_pattern(
         1, 4, 16 * size, 2 * G, max_slash=3, max_vertical=6, seed=0
     )
-    ring, gathered = (_ring(qkv, dout, pattern, layout, x) for x in ROTATIONS)
-    _assert_equal_results(ring, gathered, layout, 1e-13)
+    ring, gathered = (ring_results(qkv, dout, pattern, layout, x) for x in ROTATIONS)
+    assert_equal_results(ring, gathered, layout, 1e-13)
     # The same steps in the same order: only dk and dv are summed in another.
     assert torch.equal(ring[0], gathered[0]) and torch.equal(ring[1], gathered[1])
 
@@ -231,10 +170,12 @@ def test_ring_and_allgather_agree(name: str, size: int) -> None:
 def test_two_runs_agree_to_the_bit() -> None:
     layout = build_layout("striped", 64, 4, G)
     qkv = random_qkv(1, 4, 2, 64, 16, torch.bfloat16, seed=6)
-    dout = _grad_like(qkv[0])
+    dout = grad_like(qkv[0])
     pattern = random_pattern(1, 4, 64, G, max_slash=5, max_vertical=9, seed=0)
     for rotation in ROTATIONS:
-        one, two = (_ring(qkv, dout, pattern, layout, rotation) for _ in range(2))
+        one, two = (
+            ring_results(qkv, dout, pattern, layout, rotation) for _ in range(2)
+        )
         assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
 
 
@@ -276,7 +217,7 @@ def _assert_within_bf16(
     actual: Results,
 ) -> None:
     """At most twice plain bf16's own error, and the same direction."""
-    expected = _reference(qkv, dout, pattern, granularity)
+    expected = reference_results(qkv, dout, pattern, granularity)
     bounds = _bf16_errors(qkv, dout, pattern, granularity, expected)
     for name, a, b, bound in zip(NAMES, actual, expected, bounds, strict=True):
         assert 1e-4 < bound < 0.05, (name, bound)
@@ -295,11 +236,11 @@ def test_b15_bf16_is_within_twice_of_plain_bf16(
     seq_len = 256
     layout = build_layout(name, seq_len, size, 2 * G)
     qkv = random_qkv(1, *heads, seq_len, 128, torch.bfloat16, seed=8)
-    dout = _grad_like(qkv[0])
+    dout = grad_like(qkv[0])
     pattern = random_pattern(
         1, 8, seq_len, 2 * G, max_slash=9, max_vertical=24, seed=size
     )
-    actual = _ring(qkv, dout, pattern, layout)
+    actual = ring_results(qkv, dout, pattern, layout)
     _assert_within_bf16(qkv, dout, pattern, 2 * G, actual)
 
 
@@ -310,14 +251,14 @@ def test_b16_keys_of_another_rank_get_their_gradient(rotation: str) -> None:
     here, there = layout.positions(0), layout.positions(1)
     q, k, v = random_qkv(1, 4, 2, 64, 16, torch.float64, seed=9)
     v[:, :, here] = 0
-    dout = _grad_like(q)
+    dout = grad_like(q)
     dout[:, :, there] = 0
     for pattern in (
         dense_pattern(16, "cpu"),
         random_pattern(1, 4, 64, G, max_slash=9, max_vertical=9, seed=5),
     ):
-        actual = _ring((q, k, v), dout, pattern, layout, rotation)
-        expected = _reference((q, k, v), dout, pattern, G)
+        actual = ring_results((q, k, v), dout, pattern, layout, rotation)
+        expected = reference_results((q, k, v), dout, pattern, G)
         for a, b in zip(actual[2:], expected[2:], strict=True):
             assert b[:, :, there].norm() > 0.1
             assert_close(a[:, :, there], b[:, :, there], 1e-9)
@@ -328,12 +269,12 @@ def test_b17_the_error_does_not_grow_with_the_ring() -> None:
     seq_len, g = 2048, 32
     pattern = random_pattern(1, 2, seq_len, g, max_slash=24, max_vertical=64, seed=0)
     qkv = random_qkv(1, 2, 1, seq_len, 64, torch.bfloat16, seed=10)
-    dout = _grad_like(qkv[0])
-    expected = _reference(qkv, dout, pattern, g)
+    dout = grad_like(qkv[0])
+    expected = reference_results(qkv, dout, pattern, g)
     errors = {}
     for size in (1, 2, 4, 8, 16):
         layout = build_layout("striped", seq_len, size, g)
-        actual = _ring(qkv, dout, pattern, layout)
+        actual = ring_results(qkv, dout, pattern, layout)
         errors[size] = [fro_error(a, b) for a, b in zip(actual, expected, strict=True)]
     for small, large in zip(errors[2], errors[16], strict=True):
         assert 1e-4 < large < 1.3 * small, errors
@@ -467,12 +408,12 @@ def test_b20_rows_without_keys_in_some_steps_and_in_all(
     ]
     pattern = pack_pattern([slashes], [[[], [], [], [], [41], []]])
     inputs = random_qkv(1, 6, 2, seq_len, 16, torch.float64, seed=13)
-    dout = _grad_like(inputs[0])
-    expected = _reference(inputs, dout, pattern, G)
+    dout = grad_like(inputs[0])
+    expected = reference_results(inputs, dout, pattern, G)
     empty = ~allowed_pairs(pattern, seq_len, G).any(-1)  # [1, 6, S]
     assert empty[0].sum(-1).tolist() == [0, 0, 64, 12, 41, 0]
-    actual = _ring(inputs, dout, pattern, layout, rotation)
-    _assert_equal_results(actual, expected, layout)
+    actual = ring_results(inputs, dout, pattern, layout, rotation)
+    assert_equal_results(actual, expected, layout)
     assert not actual[0][empty].any() and not actual[1][empty].any()
 
     def forward(comm: Any) -> tuple[Tensor, Tensor]:
@@ -487,7 +428,7 @@ def test_b20_rows_without_keys_in_some_steps_and_in_all(
             comm.name,
             name,
             G,
-            rotation,
+            *Ring(rotation=rotation).transport,
             "eager",
             0.25,
         )
@@ -507,7 +448,7 @@ def test_nothing_kept_anywhere(dtype: torch.dtype) -> None:
     qkv = random_qkv(1, 2, 1, 32, 8, dtype, seed=14)
     pattern = pack_pattern([[[], []]], [[[], []]], max_slash=3, max_vertical=5)
     for rotation in ROTATIONS:
-        results = _ring(qkv, _grad_like(qkv[0]), pattern, layout, rotation)
+        results = ring_results(qkv, grad_like(qkv[0]), pattern, layout, rotation)
         assert all((result == 0).all() for result in results)
 
 
@@ -562,13 +503,13 @@ def test_tokens_change_nothing_before_them(name: str, size: int) -> None:
         always_diagonal=False,
     )
     qkv = random_qkv(1, 6, 2, seq_len, 8, torch.float32, seed=15)
-    dout = _grad_like(qkv[0])
-    out, *_ = _ring(qkv, dout, pattern, layout)
+    dout = grad_like(qkv[0])
+    out, *_ = ring_results(qkv, dout, pattern, layout)
     for i in (0, 3, 7, 8, 37, 38, 55, 62):
         later = (torch.arange(seq_len) > i)[:, None]
         changed = tuple(torch.where(later, torch.randn_like(x), x) for x in qkv)
         past = torch.where(later, 0.0, dout)
-        new, *grads = _ring(changed, past, pattern, layout)
+        new, *grads = ring_results(changed, past, pattern, layout)
         assert torch.equal(new[:, :, : i + 1], out[:, :, : i + 1])
         assert not torch.equal(new[:, :, i + 1 :], out[:, :, i + 1 :])
         for grad in grads:
@@ -585,8 +526,10 @@ def test_a_nan_stays_where_it_is_seen(name: str) -> None:
     bad = int(layout.positions(1)[0])
     poisoned = k.clone()
     poisoned[:, :, bad] = torch.nan
-    dout = _grad_like(q)
-    out, new = (_ring((q, x, v), dout, pattern, layout)[0] for x in (k, poisoned))
+    dout = grad_like(q)
+    out, new = (
+        ring_results((q, x, v), dout, pattern, layout)[0] for x in (k, poisoned)
+    )
     assert torch.equal(new[:, :, :bad], out[:, :, :bad])
     assert new[:, :, bad].isnan().any()
 
@@ -622,7 +565,7 @@ def _executed_by_rank(
             comm.name,
             layout.name,
             layout.granularity,
-            "ring",
+            *Ring().transport,
             "eager",
             0.5,
         )
@@ -746,7 +689,7 @@ def _operands(dtype: torch.dtype, token_major: bool) -> tuple[Any, ...]:
     if token_major:
         q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
     pattern = random_pattern(2, 4, 16, G, max_slash=3, max_vertical=5, seed=0)
-    tail = (torch.tensor(0), "local", "striped", G, "ring", "eager", 0.25)
+    tail = (torch.tensor(0), "local", "striped", G, *Ring().transport, "eager", 0.25)
     return (*(x.requires_grad_() for x in (q, k, v)), *pattern.tensors(), *tail)
 
 
