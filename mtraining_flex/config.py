@@ -1,4 +1,4 @@
-"""The TOML sections of this recipe: `[sparse_attention]` and `[ring]`.
+"""The TOML sections of this recipe: `[sparse_attention]`, `[ring]`, `[sentinel]`.
 
 torchtitan merges them into its own configuration through `job.custom_config_module`.
 Two kinds of mistake are told apart: what a dataclass can see alone is refused by its
@@ -164,11 +164,31 @@ class Ring:
 
 
 @dataclass
+class Sentinel:
+    """How often a run checks that its attention is right; see `sentinel`."""
+
+    every: int = 100
+    """Steps from one check to the next; the first step is one. 0 is off."""
+
+    startup: bool = True
+    """Whether a small planted case is run on this ring before the first step."""
+
+    def validate(self) -> None:
+        """Refuse what this section alone shows to be wrong.
+
+        Raises:
+            ValueError: names the setting and the value.
+        """
+        _at_least("sentinel.every", self.every, 0)
+
+
+@dataclass
 class JobConfig:
     """What `job.custom_config_module = "mtraining_flex.config"` adds to torchtitan."""
 
     sparse_attention: SparseAttention = field(default_factory=SparseAttention)
     ring: Ring = field(default_factory=Ring)
+    sentinel: Sentinel = field(default_factory=Sentinel)
 
 
 def resolve_degrees(job_config: Any, world_size: int) -> None:
@@ -251,7 +271,7 @@ def validate_job(
     Raises:
         ValueError: names the setting and the numbers.
     """
-    for section in ("sparse_attention", "ring"):
+    for section in ("sparse_attention", "ring", "sentinel"):
         if not hasattr(job_config, section):
             raise ValueError(
                 f"the configuration has no [{section}] section: set "
@@ -260,6 +280,7 @@ def validate_job(
     sparse, ring = job_config.sparse_attention, job_config.ring
     sparse.validate()
     ring.validate()
+    job_config.sentinel.validate()
     resolve_degrees(job_config, world_size)
     p, training = job_config.parallelism, job_config.training
     for name in (

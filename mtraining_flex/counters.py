@@ -68,15 +68,9 @@ class Recorder:
         self.add(layer, "vertical_count", pattern.num_vertical.double().mean())
         self.add(layer, "slash_count", pattern.num_slash.double().mean())
 
-    def new_counter(self, q: Tensor, cp_size: int) -> "StepCounter | None":
-        """A counter of one forward of the ring, or None."""
-        return StepCounter(q, cp_size) if self.active else None
-
-    def add_executed(
-        self, layer: int, counter: "StepCounter | None", layout: Layout
-    ) -> None:
+    def add_executed(self, layer: int, counter: "StepCounter", layout: Layout) -> None:
         """Blocks executed by this rank, per ring step."""
-        if counter is None:
+        if not self.active:
             return
         n = layout.num_blocks
         self._causal_blocks = counter.heads * n * (n + 1) / 2

@@ -6,18 +6,22 @@ it can be, and always before the first step.
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.train import Trainer
 
-from mtraining_flex import cpu_device
+from mtraining_flex import cpu_device, selftest
+from mtraining_flex.attention import comm_of
 from mtraining_flex.config import validate_job
 from mtraining_flex.counters import recorder
 from mtraining_flex.layout import shard_batch
 from mtraining_flex.metrics import SparseMetricsProcessor
-from mtraining_flex.parallelize import parallelize
+from mtraining_flex.parallelize import attention_modules, parallelize
+from mtraining_flex.sentinel import sentinel
 
 
 class SparseTrainer(Trainer):
@@ -38,6 +42,28 @@ class SparseTrainer(Trainer):
             )
         self.layout = validate_job(job_config, int(os.environ.get("WORLD_SIZE", "1")))
         super().__init__(job_config)
+        self._start_sentinel()
+
+    def _start_sentinel(self) -> None:
+        """Check the ring once, and from here on in steps; see `sentinel`."""
+        job, model = self.job_config, self.model_parts[0]
+        sentinel.configure(
+            job.sentinel.every,
+            Path(job.job.dump_folder) / "sentinel",
+            len(attention_modules(model)),
+        )
+        if not job.sentinel.startup:
+            return
+        args = self.model_args
+        shape = selftest.Shape(
+            args.n_heads,
+            args.n_kv_heads or args.n_heads,
+            model.layers["0"].attention.head_dim,
+            TORCH_DTYPE_MAP[job.training.mixed_precision_param],
+            self.device,
+        )
+        mesh = self.parallel_dims.get_optional_mesh("cp")
+        selftest.check_at_start(job.sparse_attention, job.ring, mesh, shape)
 
     def post_dataloading_process(
         self, input_dict: dict[str, Tensor], labels: Tensor
@@ -45,8 +71,10 @@ class SparseTrainer(Trainer):
         """This rank's share of the batch, with true positions."""
         assert list(input_dict) == ["input"], f"unknown inputs {list(input_dict)}"
         mesh = self.parallel_dims.get_optional_mesh("cp")
-        (inputs, labels), positions = shard_batch(
-            self.layout, mesh, input_dict["input"], labels
+        batch = input_dict["input"], labels
+        (inputs, labels), positions = shard_batch(self.layout, mesh, *batch)
+        sentinel.check_batch(
+            self.layout, comm_of(mesh), batch, (inputs, labels), positions
         )
         self._local_labels = labels
         return inputs, labels, {}, {"positions": positions}
@@ -73,8 +101,9 @@ class SparseTrainer(Trainer):
     def train_step(
         self, data_iterator: Iterator[tuple[dict[str, Tensor], Tensor]]
     ) -> None:
-        """One optimiser step; the attention counts only where the step is logged."""
-        with recorder.recording(self.metrics_processor.should_log(self.step)):
+        """One optimiser step; counted where it is logged, checked where it is due."""
+        logged = self.metrics_processor.should_log(self.step)
+        with recorder.recording(logged), sentinel.watching(self.step):
             super().train_step(data_iterator)
 
 

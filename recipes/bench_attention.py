@@ -202,8 +202,10 @@ def backward(
     pattern: VerticalSlash,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    pattern_and_layer = (*pattern.tensors(), torch.tensor(-1))
+    ring = _ring_arguments(shape, backend)
     return ops.ring_attention_backward(
-        dout, q, k, v, out, lse, *pattern.tensors(), *_ring_arguments(shape, backend)
+        dout, q, k, v, out, lse, *pattern_and_layer, *ring
     )
 
 

@@ -1,7 +1,6 @@
 """What all tests share: patterns with every kind of head, inputs, one comparison."""
 
 import random
-import threading
 from typing import Any
 
 import torch
@@ -131,30 +130,6 @@ def random_qkv(
 
     q, k, v = draw(heads), draw(kv_heads), 1 + draw(kv_heads)
     return q.to(dtype), k.to(dtype), v.to(dtype)
-
-
-class LockedStep:
-    """A step of the ring whose calls run one at a time.
-
-    Simulated ranks are threads. Neither Triton's interpreter, whose grid index is
-    global, nor the compilers of Triton and FLASH side by side are for more than one.
-    """
-
-    _lock = threading.Lock()
-
-    def __init__(self, step: Any):
-        self.step = step
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self.step, name)
-        if not callable(value):
-            return value
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with self._lock:
-                return value(*args, **kwargs)
-
-        return call
 
 
 def fro_error(actual: Tensor, expected: Tensor) -> float:

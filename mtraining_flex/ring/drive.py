@@ -33,7 +33,7 @@ from mtraining_flex.block_mask import (
     vertical_step,
 )
 from mtraining_flex.compat import fused
-from mtraining_flex.counters import recorder
+from mtraining_flex.counters import StepCounter
 from mtraining_flex.layout import Layout
 from mtraining_flex.pattern.types import SENTINEL, VerticalSlash, slash_bitmap
 from mtraining_flex.ring.comm import Comm, Levels, LocalComm, Transfer
@@ -68,14 +68,19 @@ class Ring:
 
 
 def forward(
-    ring: Ring, q: Tensor, k: Tensor, v: Tensor, pattern: VerticalSlash, layer: int
+    ring: Ring,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: VerticalSlash,
+    counter: StepCounter | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Sparse attention of this rank's queries over all ranks' keys.
 
     Args:
         q: `[B, H, S_local, D]` in the layout's order.
         k: `[B, HK, S_local, D]`; v likewise.
-        layer: under which the executed blocks are counted.
+        counter: of the executed blocks, if they are to be counted.
 
     Returns:
         out `[B, H, S_local, D]` in q's dtype, natural lse `[B, H, S_local]` in fp32
@@ -83,8 +88,6 @@ def forward(
     """
     masks = _Masks(ring, q, pattern)
     columns = masks.columns(_gather_columns(ring, k, v, q.shape[1], pattern))
-    recorder.add_pattern(layer, pattern, ring.layout)
-    counter = recorder.new_counter(q, ring.comm.size)
     steps = _num_steps(ring)
     fused = columns is not None and ring.step.fuses
     result = _Result(ring, q, parts=steps + (columns is not None and not fused))
@@ -100,7 +103,6 @@ def forward(
             counter.count(-1, ring.step.executed(columns.mask))
         if not fused:
             result.fold(columns)
-    recorder.add_executed(layer, counter, ring.layout)
     return result.out, result.lse
 
 

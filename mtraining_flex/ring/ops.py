@@ -10,7 +10,7 @@ custom operator fails.
 import torch
 from torch import Tensor
 
-from mtraining_flex.counters import recorder, timed
+from mtraining_flex.counters import StepCounter, recorder, timed
 from mtraining_flex.layout import Layout, build_layout
 from mtraining_flex.pattern.budget import Budget, LayerBudget
 from mtraining_flex.pattern.scores import probe_recall
@@ -21,6 +21,7 @@ from mtraining_flex.ring.backends import resolve_backend
 from mtraining_flex.ring.comm import Comm, resolve
 from mtraining_flex.ring.merge import compute_dtype
 from mtraining_flex.ring.step import get_step
+from mtraining_flex.sentinel import BACKWARD, FORWARD, Call, Settings, sentinel
 
 
 def _layout(q: Tensor, comm: Comm, layout: str, granularity: int) -> Layout:
@@ -50,6 +51,12 @@ def _ring(
         scale,
         inner_degree,
         inner,
+    )
+
+
+def _settings(ring: drive.Ring, backend: str) -> Settings:
+    return Settings(
+        ring.layout, ring.rotation, ring.inner_degree, ring.inner, backend, ring.scale
     )
 
 
@@ -157,8 +164,18 @@ def ring_attention(
         q, comm, layout, granularity, rotation, inner_degree, inner, backend, scale
     )
     pattern = VerticalSlash(slash, num_slash, vertical, num_vertical)
+    number, resolved = int(layer), resolve(comm)
+    watched = sentinel.watches(FORWARD, number, resolved)
+    counter = StepCounter(q, ring.comm.size) if watched or recorder.active else None
     with _own_precision(q):
-        out, lse = drive.forward(ring, q, k, v, pattern, int(layer))
+        recorder.add_pattern(number, pattern, ring.layout)
+        out, lse = drive.forward(ring, q, k, v, pattern, counter)
+        if counter is not None:
+            recorder.add_executed(number, counter, ring.layout)
+        if watched:
+            assert counter is not None
+            call = Call(q, k, v, pattern, resolved, _settings(ring, backend))
+            sentinel.check_forward(call, out, lse, counter.blocks)
     return _laid_out_like(out, q), lse.contiguous()
 
 
@@ -180,6 +197,7 @@ def ring_attention_backward(
     num_slash: Tensor,
     vertical: Tensor,
     num_vertical: Tensor,
+    layer: Tensor,
     comm: str,
     layout: str,
     granularity: int,
@@ -196,6 +214,9 @@ def ring_attention_backward(
     pattern = VerticalSlash(slash, num_slash, vertical, num_vertical)
     with _own_precision(q):
         dq, dk, dv = drive.backward(ring, dout, q, k, v, out, lse, pattern)
+        if sentinel.watches(BACKWARD, int(layer), resolve(comm)):
+            call = Call(q, k, v, pattern, resolve(comm), _settings(ring, backend))
+            sentinel.check_backward(call, out, lse, dout, (dq, dk, dv))
     # dk and dv are halves of one tensor, which an operator's results must not be.
     dk, dv = dk.to(k.dtype, copy=True), dv.to(v.dtype, copy=True)
     return _laid_out_like(dq, q), dk.contiguous(), dv.contiguous()
@@ -207,11 +228,11 @@ def _(dout, q, k, v, *args):
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    q, k, v, slash, num_slash, vertical, num_vertical, _, *rest = inputs
+    q, k, v, *pattern_and_layer = inputs[:8]
     out, lse = output
     ctx.mark_non_differentiable(lse)
-    ctx.save_for_backward(q, k, v, out, lse, slash, num_slash, vertical, num_vertical)
-    ctx.rest = rest
+    ctx.save_for_backward(q, k, v, out, lse, *pattern_and_layer)
+    ctx.rest = inputs[8:]
 
 
 def _backward(ctx, dout, dlse):

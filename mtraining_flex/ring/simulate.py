@@ -130,3 +130,27 @@ def run_ranks(size: int, fn: Callable[[ThreadComm], T]) -> list[T]:
         if error is not None:
             raise error
     return [f.result() for f in futures]
+
+
+class LockedStep:
+    """A step of the ring whose calls run one at a time.
+
+    Simulated ranks are threads. Neither Triton's interpreter, whose grid index is
+    global, nor the compilers of Triton and FLASH side by side are for more than one.
+    """
+
+    _lock = threading.Lock()
+
+    def __init__(self, step: Any):
+        self.step = step
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.step, name)
+        if not callable(value):
+            return value
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with self._lock:
+                return value(*args, **kwargs)
+
+        return call

@@ -30,6 +30,7 @@ from torchtitan.distributed import ParallelDims
 from mtraining_flex import cpu_device
 from mtraining_flex.attention import SparseAttention
 from mtraining_flex.config import SparseAttention as SparseConfig
+from mtraining_flex.counters import recorder
 from mtraining_flex.layout import build_layout, shard_batch
 from mtraining_flex.models.llama3 import llama3_flavors
 from mtraining_flex.models.qwen2 import qwen2_flavors
@@ -167,17 +168,15 @@ class Calls:
 
     def counting(self) -> ExitStack:
         """Note each call inside the block; what is called stays the same."""
-        search, forward, backward = ops.search, drive.forward, drive.backward
+        search, backward = ops.search, drive.backward
 
         def noted_search(*args: Any) -> Any:
             found = search(*args)
             self.searched.append(found[0])
             return found
 
-        def noted_forward(ring: Any, q: Any, k: Any, v: Any, *rest: Any) -> Any:
-            pattern, layer = rest
+        def noted_pattern(layer: int, pattern: VerticalSlash, *_: Any) -> None:
             self.forward.append((layer, pattern))
-            return forward(ring, q, k, v, *rest)
 
         def noted_backward(*args: Any) -> Any:
             self.backward.append(args[-1])
@@ -185,7 +184,7 @@ class Calls:
 
         stack = ExitStack()
         stack.enter_context(mock.patch.object(ops, "search", noted_search))
-        stack.enter_context(mock.patch.object(drive, "forward", noted_forward))
+        stack.enter_context(mock.patch.object(recorder, "add_pattern", noted_pattern))
         stack.enter_context(mock.patch.object(drive, "backward", noted_backward))
         return stack
 

@@ -19,9 +19,8 @@ from mtraining_flex.pattern.types import dense_pattern, slash_bitmap
 from mtraining_flex.ring import flex_step, ops
 from mtraining_flex.ring.backends import resolve_backend
 from mtraining_flex.ring.merge import merge
-from mtraining_flex.ring.simulate import run_ranks
+from mtraining_flex.ring.simulate import LockedStep, run_ranks
 from mtraining_flex.ring.step import EagerStep, Part, get_step
-from tests.helpers import LockedStep
 
 PATTERN = ([[[0, 2], [0, 1, 3], [0], [0, 1, 2, 3]]], [[[5, 200], [0], [], [1, 2, 3]]])
 
@@ -295,7 +294,7 @@ def test_simulated_ring(backend, layout_name, rotation, monkeypatch):
         found = pattern.tensors()
         out, lse = ops.ring_attention(q_r, k_r, v_r, *found, layer, *ring)
         grads = ops.ring_attention_backward(
-            dout_r, q_r, k_r, v_r, out, lse, *found, *ring
+            dout_r, q_r, k_r, v_r, out, lse, *found, layer, *ring
         )
         torch.cuda.synchronize()
         return index, (out, *grads)

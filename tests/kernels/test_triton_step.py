@@ -24,10 +24,10 @@ from mtraining_flex.layout import LAYOUTS, build_layout
 from mtraining_flex.pattern.types import SENTINEL, pack_pattern, slash_bitmap
 from mtraining_flex.reference import reference_attention
 from mtraining_flex.ring import ops
-from mtraining_flex.ring.simulate import run_ranks
+from mtraining_flex.ring.simulate import LockedStep, run_ranks
 from mtraining_flex.ring.step import EagerStep, Finished, Gradients, Part
 from mtraining_flex.ring.triton_step import TritonStep
-from tests.helpers import LockedStep, assert_close, random_pattern, random_qkv
+from tests.helpers import assert_close, random_pattern, random_qkv
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),

@@ -220,7 +220,7 @@ def _events(nodes: int, inner: int, rotation: str) -> list[tuple[str, str]]:
         step = _WatchedStep(events)
         ring = drive.Ring(layout, watched, "two_level", step, 0.3, inner, rotation)
         q, k, v, d = (x[:, :, layout.positions(comm.rank)] for x in (*qkv, dout))
-        out, lse = drive.forward(ring, q, k, v, pattern, -1)
+        out, lse = drive.forward(ring, q, k, v, pattern)
         forward = "; ".join(events)
         events.clear()
         drive.backward(ring, d, q, k, v, out, lse, pattern)
