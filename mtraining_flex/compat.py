@@ -10,12 +10,14 @@ Tested on torch 2.11 (CUDA 13, H200) and 2.13 (CPU).
   fall back to eager, or be guarded, and a GPU step costs no guard evaluation.
 * `all_gather_flat`, `reduce_scatter_flat`: collectives on flat tensors.
 * `unflatten`: a mesh of more dimensions over the ranks of one of one dimension.
+* `set_timeout`: how long a process group waits, changed after it was made.
 * `flex_forward`, `flex_backward`: FlexAttention's higher-order operators. The public
   function has no backward from a *global* out and lse.
 """
 
 import threading
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -43,6 +45,11 @@ def unflatten(
     """A one-dimensional mesh as one of this shape. Collective over the world."""
     result: DeviceMesh = mesh._unflatten(0, shape, names)
     return result
+
+
+def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """Let the transfers that this group begins from now on fail after that time."""
+    dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
 class _FixedOrder(_LoadBalancer):

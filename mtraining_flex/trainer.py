@@ -6,11 +6,13 @@ it can be, and always before the first step.
 
 import os
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.distributed.utils import set_pg_timeouts
 from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.train import Trainer
 
@@ -21,6 +23,7 @@ from mtraining_flex.counters import recorder
 from mtraining_flex.layout import shard_batch
 from mtraining_flex.metrics import SparseMetricsProcessor
 from mtraining_flex.parallelize import attention_modules, parallelize
+from mtraining_flex.ring.comm import set_timeouts
 from mtraining_flex.sentinel import sentinel
 
 
@@ -41,6 +44,7 @@ class SparseTrainer(Trainer):
                 f"{list(spec.model_args)}"
             )
         self.layout = validate_job(job_config, int(os.environ.get("WORLD_SIZE", "1")))
+        self._first_step: int | None = None  # of this process
         super().__init__(job_config)
         self._start_sentinel()
 
@@ -102,9 +106,24 @@ class SparseTrainer(Trainer):
         self, data_iterator: Iterator[tuple[dict[str, Tensor], Tensor]]
     ) -> None:
         """One optimiser step; counted where it is logged, checked where it is due."""
+        if self._first_step is None:
+            self._first_step = self.step
+        elif self.step == self._first_step + 1:
+            self._shorten_timeouts()
         logged = self.metrics_processor.should_log(self.step)
         with recorder.recording(logged), sentinel.watching(self.step):
             super().train_step(data_iterator)
+
+    def _shorten_timeouts(self) -> None:
+        """The groups of all rings wait no longer than torchtitan's own.
+
+        After the first step of this process: torchtitan does so after step 1 alone, so
+        a resumed run would keep the timeout that a first step needs.
+        """
+        timeout = timedelta(seconds=self.job_config.comm.train_timeout_seconds)
+        if self._first_step != 1:
+            set_pg_timeouts(timeout=timeout, parallel_dims=self.parallel_dims)
+        set_timeouts(timeout)
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ same transfers in the same order. Peers are global ranks, as `torch.distributed`
 each node and outer ones over the O nodes. Each is a `Comm` with hops of its own.
 """
 
+from datetime import timedelta
 from typing import NamedTuple, Protocol
 
 import torch
@@ -21,7 +22,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from mtraining_flex.compat import all_gather_flat, reduce_scatter_flat, unflatten
+from mtraining_flex.compat import (
+    all_gather_flat,
+    reduce_scatter_flat,
+    set_timeout,
+    unflatten,
+)
 
 # Kinds of hop, each on its own process group.
 DIRECTIONS = ("kv", "dkv")
@@ -211,6 +217,18 @@ def comm_for(group: "ProcessGroup | Comm | None") -> Comm:
         comm = GroupComm(group)
         register(comm)
     return comm
+
+
+def set_timeouts(timeout: timedelta) -> None:
+    """Let every ring's groups, hops included, give up on a lost peer after that time.
+
+    They are made with torch's default (half an hour with gloo, ten minutes with NCCL),
+    which a first step may need. The caller sees to it that no rank is still in one.
+    """
+    for comm in _COMMS.values():
+        if isinstance(comm, GroupComm):
+            for group in (comm.group, *comm.hops.values()):
+                set_timeout(group, timeout)
 
 
 register(LocalComm())
