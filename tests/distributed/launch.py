@@ -7,6 +7,7 @@ failure is reported by its own test, with the traceback of the rank that failed.
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import traceback
@@ -31,6 +32,13 @@ def environment(**extra: str) -> dict[str, str]:
         "PATH": os.pathsep.join([programs, os.environ.get("PATH", "")]),
         **extra,
     }
+
+
+def free_port() -> int:
+    """A port of this machine at which nobody listens."""
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return int(listener.getsockname()[1])
 
 
 def run(command: list[str], timeout: float, **extra: str) -> tuple[int, str]:
