@@ -102,14 +102,26 @@ class LocalComm:
 
 
 class _GroupTransfer:
-    def __init__(self, works: list[dist.Work], sent: Tensor, received: Tensor):
+    def __init__(
+        self,
+        works: list[dist.Work],
+        sent: Tensor,
+        received: Tensor,
+        timeout: timedelta | None,
+    ):
         self.works = works
+        self.timeout = timeout
         self.sent = sent  # kept alive until the transfer is done
         self.received = received
 
     def wait(self) -> Tensor:
         for work in self.works:
-            work.wait()
+            # A time given here makes NCCL block the host; it watches its own. gloo's
+            # transfers know only the one with which their group was made.
+            if self.timeout is None or self.received.is_cuda:
+                work.wait()
+            else:
+                work.wait(self.timeout)
         return self.received
 
 
@@ -133,6 +145,7 @@ class GroupComm:
             )
             for direction in DIRECTIONS
         }
+        self.timeout: timedelta | None = None  # None: the group's
         self._levels: dict[int, Levels] = {}
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -162,7 +175,7 @@ class GroupComm:
                 dist.P2POp(dist.irecv, received, self.prev, group),
             ]
         )
-        return _GroupTransfer(works, x, received)
+        return _GroupTransfer(works, x, received, self.timeout)
 
     def split(self, inner_degree: int) -> Levels:
         """The levels that `split_mesh` has made.
@@ -227,6 +240,7 @@ def set_timeouts(timeout: timedelta) -> None:
     """
     for comm in _COMMS.values():
         if isinstance(comm, GroupComm):
+            comm.timeout = timeout
             for group in (comm.group, *comm.hops.values()):
                 set_timeout(group, timeout)
 

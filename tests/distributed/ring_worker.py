@@ -8,6 +8,7 @@ and {0, 2, 4, 6}, {1, ...}. A ring of four has two levels of 2 x 2, one of eight
 """
 
 import sys
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import cache, partial
@@ -26,7 +27,7 @@ from mtraining_flex.layout import LAYOUTS, build_layout, shard_batch
 from mtraining_flex.pattern.search import find_pattern
 from mtraining_flex.pattern.types import VerticalSlash
 from mtraining_flex.reference import reference_attention
-from mtraining_flex.ring.comm import DIRECTIONS, Comm, GroupComm, comm_for
+from mtraining_flex.ring.comm import DIRECTIONS, Comm, GroupComm, comm_for, set_timeouts
 from tests.distributed.launch import run_cases
 from tests.helpers import assert_close, random_pattern, random_qkv
 
@@ -37,6 +38,8 @@ RINGS = {
 }
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 HOPS = 200
+TIMEOUT_S = 60
+LOST_S = 2
 BATCH, HEADS, KV_HEADS, SEQ_LEN, HEAD_DIM, G = 1, 6, 2, 256, 16, 16
 CONFIG = SparseAttention(
     granularity=G,
@@ -220,6 +223,25 @@ def shard(ring: str, layout_name: str) -> None:
     assert torch.equal(labels, tokens + 1)
 
 
+def lost_peer() -> None:
+    """`set_timeouts` reaches the hops: a peer that never sends is given up on."""
+    comm = comm_for(dist.new_group(list(range(dist.get_world_size()))))
+    assert isinstance(comm, GroupComm)
+    comm.hop("kv", torch.ones(4)).wait()  # connected, with the first timeout
+    dist.barrier()
+    set_timeouts(timedelta(seconds=LOST_S))
+    if comm.rank == 0:
+        for direction in DIRECTIONS:
+            begin = time.monotonic()
+            with pytest.raises(RuntimeError, match=f"{LOST_S}000ms"):
+                comm.hop(direction, torch.ones(4)).wait()
+            assert LOST_S / 2 < time.monotonic() - begin < 10 * LOST_S
+    else:
+        time.sleep(3 * len(DIRECTIONS) * LOST_S)  # alive, and silent
+    set_timeouts(timedelta(seconds=TIMEOUT_S))
+    dist.barrier()
+
+
 def cases(world_size: int) -> list[tuple[str, Callable[[], None]]]:
     """Name and call of each case, in order."""
     result: list[tuple[str, Callable[[], None]]] = []
@@ -238,11 +260,13 @@ def cases(world_size: int) -> list[tuple[str, Callable[[], None]]]:
                     call = partial(equals_one_process, ring, layout, rotation, kind)
                     name = f"attention-{ring}-{layout}-{how}-{kind}"
                     result.append((name, call))
+    if world_size == 2:
+        result.append(("lost_peer", lost_peer))
     return result
 
 
 def main() -> None:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
     run_cases(Path(sys.argv[1]), cases(dist.get_world_size()))
     dist.destroy_process_group()
     cpu_device.leave()
