@@ -168,11 +168,12 @@ class GroupComm:
         group, x = self.hops[direction], x.contiguous()
         received = torch.empty_like(x)
         # One batch: in a ring of two, next and prev are the same rank, and a send that
-        # waits for its receive would never end.
+        # waits for its receive would never end. The receive first: gloo tells the peer
+        # that it may send over the same connection, behind what we already send there.
         works = dist.batch_isend_irecv(
             [
-                dist.P2POp(dist.isend, x, self.next, group),
                 dist.P2POp(dist.irecv, received, self.prev, group),
+                dist.P2POp(dist.isend, x, self.next, group),
             ]
         )
         return _GroupTransfer(works, x, received, self.timeout)

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -100,6 +102,22 @@ def collectives(ring: str, dtype: torch.dtype) -> None:
     ranks = dist.get_process_group_ranks(comm.group)
     assert ranks[comm.rank] == dist.get_rank()
     assert comm_for(comm.group) is comm, "a second GroupComm of one group"
+
+
+def receives_first(ring: str) -> None:
+    """gloo says "you may send" behind what it is already sending to the same peer."""
+    order: list[Callable[..., Any]] = []
+    post = dist.batch_isend_irecv
+
+    def spy(ops: list[dist.P2POp]) -> list[dist.Work]:
+        order.extend(each.op for each in ops)
+        return post(ops)
+
+    comm = _comm(ring)
+    with mock.patch.object(dist, "batch_isend_irecv", spy):
+        for direction in DIRECTIONS:
+            comm.hop(direction, torch.ones(4)).wait()
+    assert order == [dist.irecv, dist.isend] * len(DIRECTIONS)
 
 
 def levels(ring: str, degree: int) -> None:
@@ -252,6 +270,7 @@ def cases(world_size: int) -> list[tuple[str, Callable[[], None]]]:
         for dtype in DTYPES:
             call = partial(collectives, ring, DTYPES[dtype])
             result.append((f"collectives-{ring}-{dtype}", call))
+        result.append((f"receives_first-{ring}", partial(receives_first, ring)))
         result.append((f"many_hops-{ring}", partial(many_hops, ring)))
         for layout in LAYOUTS:
             result.append((f"shard-{ring}-{layout}", partial(shard, ring, layout)))
