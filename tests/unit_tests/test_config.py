@@ -8,6 +8,7 @@ from torchtitan.config import ConfigManager
 
 from mtraining_flex.config import (
     Ring,
+    Sentinel,
     SparseAttention,
     resolve_degrees,
     resolve_inner_degree,
@@ -113,6 +114,14 @@ def test_ring_errors(changes: dict[str, Any], parts: list[str]) -> None:
     with pytest.raises(ValueError) as error:
         Ring(**changes).validate()
     assert all(part in str(error.value) for part in parts), str(error.value)
+
+
+def test_sentinel_errors() -> None:
+    with pytest.raises(ValueError, match=r"^sentinel\.every \(-1\) .*at least 0"):
+        Sentinel(every=-1).validate()
+    Sentinel(every=0, startup=False).validate()
+    with pytest.raises(ValueError, match=r"sentinel\.every \(-1\)"):
+        validate_job(_job("sentinel.every=-1"), 1)
 
 
 # The inner ring
