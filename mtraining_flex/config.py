@@ -1,4 +1,5 @@
-"""The TOML sections of this recipe: `[sparse_attention]`, `[ring]`, `[sentinel]`.
+"""The TOML sections of this recipe: `[sparse_attention]`, `[ring]`, `[rope]`,
+`[sentinel]`.
 
 torchtitan merges them into its own configuration through `job.custom_config_module`.
 Two kinds of mistake are told apart: what a dataclass can see alone is refused by its
@@ -9,10 +10,11 @@ Two kinds of mistake are told apart: what a dataclass can see alone is refused b
 # No `from __future__ import annotations` here: torchtitan reads the field types.
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from mtraining_flex.layout import LAYOUTS, Layout, build_layout
+from mtraining_flex.models.rope import SCALINGS, RopeScaling
 from mtraining_flex.ring.schedule import check_inner_degree, ranks_per_node
 
 PATTERNS = ("vertical_slash", "dense")
@@ -183,11 +185,79 @@ class Sentinel:
 
 
 @dataclass
+class Rope:
+    """Rotary angles: the model's own, or stretched; see `models.rope.RopeScaling`."""
+
+    scaling: str = "model"
+    """"model": the flavor's own; "none", "linear", "llama3", "yarn"."""
+
+    theta: float = 0.0
+    """Base of the frequencies; 0 is the flavor's own."""
+
+    factor: float = 1.0
+    """Times longer than what the model was trained on."""
+
+    original_length: int = 0
+    """Tokens of the context that the model was trained on; llama3 and yarn."""
+
+    low_freq_factor: float = 1.0
+    """llama3: turns in the original context up to which a pair is slowed wholly."""
+
+    high_freq_factor: float = 4.0
+    """llama3: turns from which on a pair keeps its frequency."""
+
+    beta_fast: float = 32.0
+    """yarn: turns from which on a pair keeps its frequency."""
+
+    beta_slow: float = 1.0
+    """yarn: turns up to which a pair is slowed wholly."""
+
+    attention_factor: float = 0.0
+    """yarn: of cos and sin; 0 is 0.1 ln(factor) + 1."""
+
+    def _scaling(self) -> RopeScaling:
+        given = asdict(self)
+        del given["theta"]
+        return RopeScaling(given.pop("scaling"), **given)
+
+    def validate(self) -> None:
+        """Refuse what this section alone shows to be wrong.
+
+        Raises:
+            ValueError: names the setting and the value.
+        """
+        if self.theta and not self.theta > 1:
+            raise ValueError(
+                f"rope.theta ({self.theta}) must be more than 1, or 0 for the flavor's"
+            )
+        _one_of("rope.scaling", self.scaling, ("model", *SCALINGS))
+        if self.scaling != "model":
+            self._scaling().validate()
+            return
+        for name, value in asdict(self).items():
+            if name not in ("scaling", "theta") and value != getattr(Rope, name):
+                raise ValueError(
+                    f"rope.{name} ({value}) is for a rope.scaling that this section "
+                    "sets, got 'model', the flavor's own"
+                )
+
+    def apply(self, model_args: Any) -> None:
+        """Set the angles of a model's arguments, and how many tokens they reach."""
+        if self.theta:
+            model_args.rope_theta = self.theta
+        if self.scaling == "model" or model_args.rope_scaling == self._scaling():
+            return
+        model_args.rope_scaling = self._scaling()
+        model_args.max_seq_len = self._scaling().stretched(model_args.max_seq_len)
+
+
+@dataclass
 class JobConfig:
     """What `job.custom_config_module = "mtraining_flex.config"` adds to torchtitan."""
 
     sparse_attention: SparseAttention = field(default_factory=SparseAttention)
     ring: Ring = field(default_factory=Ring)
+    rope: Rope = field(default_factory=Rope)
     sentinel: Sentinel = field(default_factory=Sentinel)
 
 
@@ -271,7 +341,7 @@ def validate_job(
     Raises:
         ValueError: names the setting and the numbers.
     """
-    for section in ("sparse_attention", "ring", "sentinel"):
+    for section in ("sparse_attention", "ring", "rope", "sentinel"):
         if not hasattr(job_config, section):
             raise ValueError(
                 f"the configuration has no [{section}] section: set "
@@ -280,6 +350,7 @@ def validate_job(
     sparse, ring = job_config.sparse_attention, job_config.ring
     sparse.validate()
     ring.validate()
+    job_config.rope.validate()
     job_config.sentinel.validate()
     resolve_degrees(job_config, world_size)
     p, training = job_config.parallelism, job_config.training

@@ -13,6 +13,7 @@ from torchtitan.components.lr_scheduler import build_lr_schedulers
 from torchtitan.components.optimizer import build_optimizers
 from torchtitan.components.tokenizer import build_hf_tokenizer
 from torchtitan.protocols.model import BaseModelArgs, ModelProtocol
+from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 from torchtitan.protocols.train_spec import (
     TrainSpec,
     _extra_train_specs,
@@ -21,6 +22,7 @@ from torchtitan.protocols.train_spec import (
 
 from mtraining_flex.data.loader import build_dataloader
 from mtraining_flex.metrics import build_metrics_processor
+from mtraining_flex.models.hf import Llama3Adapter, Qwen2Adapter
 from mtraining_flex.models.llama3 import Llama3, llama3_flavors
 from mtraining_flex.models.qwen2 import Qwen2, qwen2_flavors
 from mtraining_flex.parallelize import parallelize
@@ -28,7 +30,9 @@ from mtraining_flex.validate import build_validator
 
 
 def _spec(
-    model_cls: type[ModelProtocol], flavors: Mapping[str, BaseModelArgs]
+    model_cls: type[ModelProtocol],
+    flavors: Mapping[str, BaseModelArgs],
+    adapter: type[BaseStateDictAdapter],
 ) -> TrainSpec:
     return TrainSpec(
         model_cls=model_cls,
@@ -42,12 +46,13 @@ def _spec(
         build_loss_fn=build_cross_entropy_loss,
         build_validator_fn=build_validator,
         build_metrics_processor_fn=build_metrics_processor,
+        state_dict_adapter=adapter,
     )
 
 
 TRAIN_SPECS = {
-    "mtraining_llama3": _spec(Llama3, llama3_flavors),
-    "mtraining_qwen2": _spec(Qwen2, qwen2_flavors),
+    "mtraining_llama3": _spec(Llama3, llama3_flavors, Llama3Adapter),
+    "mtraining_qwen2": _spec(Qwen2, qwen2_flavors, Qwen2Adapter),
 }
 
 

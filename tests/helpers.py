@@ -1,6 +1,7 @@
 """What all tests share: patterns with every kind of head, inputs, one comparison."""
 
 import random
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -158,3 +159,26 @@ def assert_close(actual: Tensor, expected: Tensor, rtol_fro: float) -> None:
     assert rtol_fro < 1, f"an all-zero result would pass a tolerance of {rtol_fro}"
     error = fro_error(actual, expected)
     assert error <= rtol_fro, f"relative error {error:.3g} exceeds {rtol_fro:.3g}"
+
+
+def titan_args(args: Any) -> Any:
+    """The same shape of Llama 3 as torchtitan's own model takes it."""
+    from torchtitan.models.llama3.model.args import (
+        RoPEScalingArgs,
+        TransformerModelArgs,
+    )
+
+    scaling = args.rope_scaling
+    assert scaling.kind == "llama3" and not args.enable_weight_tying
+    given = {
+        f.name: getattr(args, f.name)
+        for f in fields(TransformerModelArgs)
+        if hasattr(args, f.name)
+    }
+    given["rope_scaling_args"] = RoPEScalingArgs(
+        scaling.factor,
+        scaling.low_freq_factor,
+        scaling.high_freq_factor,
+        scaling.original_length,
+    )
+    return TransformerModelArgs(**{**given, "attn_type": "sdpa"})

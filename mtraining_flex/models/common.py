@@ -9,34 +9,70 @@ Parameters have the names of torchtitan's Llama 3.
 
 # No `from __future__ import annotations` here: model arguments are read by torchtitan.
 from collections.abc import Sequence
-from typing import Protocol, cast
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torchtitan.models.attention import ScaledDotProductAttentionWrapper
-from torchtitan.models.llama3.model.args import RoPEScalingArgs, TransformerModelArgs
+from torchtitan.models.llama3.model.args import TransformerModelArgs
 from torchtitan.models.llama3.model.model import Attention as TitanAttention
 from torchtitan.models.llama3.model.model import Transformer, TransformerBlock
 from torchtitan.models.utils import trunc_normal_
-from torchtitan.protocols.model import AttentionMasksType
+from torchtitan.protocols.model import AttentionMasksType, BaseModelArgs
+from torchtitan.tools.logging import logger
 
 from mtraining_flex.attention import SparseAttention
 from mtraining_flex.models.init import full_shape_parameters
-from mtraining_flex.models.rope import apply_rotary, rotary_table, shield, unshield
+from mtraining_flex.models.rope import (
+    RopeScaling,
+    apply_rotary,
+    rotary_table,
+    shield,
+    unshield,
+)
 
 
-class DecoderArgs(Protocol):
-    """What this module reads of a model's arguments."""
+@dataclass
+class DecoderArgs(BaseModelArgs):
+    """What the models' arguments have in common."""
 
-    dim: int
-    n_layers: int
-    n_heads: int
-    n_kv_heads: int | None
-    vocab_size: int
-    norm_eps: float
-    rope_theta: float
-    depth_init: bool
-    attn_type: str
+    dim: int = 2048
+    n_layers: int = 36
+    n_heads: int = 16
+    n_kv_heads: int | None = 2
+    """Key and value heads; None is as many as query heads."""
+    vocab_size: int = 151936
+    norm_eps: float = 1e-6
+    rope_theta: float = 1000000.0
+    rope_scaling: RopeScaling = field(default_factory=RopeScaling)
+    enable_weight_tying: bool = True
+    """Input and output embedding are one weight."""
+    max_seq_len: int = 32768
+    """Tokens that the angles reach, with `rope_scaling`."""
+    depth_init: bool = True
+    """Initial deviation falls with a layer's own depth, not with that of the model."""
+    attn_type: str = "sparse"
+    """"sparse" or, for a dense twin, "sdpa"."""
+
+    def update_from_config(self, job_config: Any, **kwargs: Any) -> None:
+        """Take `[rope]`, and warn of sequences longer than the angles were made for."""
+        job_config.rope.apply(self)
+        seq_len = job_config.training.seq_len
+        if seq_len > self.max_seq_len:
+            logger.warning(
+                f"training.seq_len ({seq_len}) exceeds what the model's rotary angles "
+                f"reach, max_seq_len ({self.max_seq_len}), with scaling "
+                f"'{self.rope_scaling.kind}': set [rope] to stretch them"
+            )
+
+    def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
+        """Parameters, and training FLOPs per token without attention."""
+        return count_nparams_and_flops(model, tied=self.enable_weight_tying)
+
+    def attention_flops_per_token(self, seq_len: int) -> int:
+        """Training FLOPs per token of dense causal attention."""
+        return count_attention_flops(self, seq_len)
 
 
 def head_dim(model_args: DecoderArgs) -> int:
@@ -133,17 +169,9 @@ class Decoder(Transformer):
 
     Args:
         blocks: the layers, in order.
-        scaling: of RoPE; None is plain.
-        tied: the output takes the weight of the embedding.
     """
 
-    def __init__(
-        self,
-        model_args: DecoderArgs,
-        blocks: Sequence[Block],
-        scaling: RoPEScalingArgs | None = None,
-        tied: bool = False,
-    ):
+    def __init__(self, model_args: DecoderArgs, blocks: Sequence[Block]):
         super().__init__(
             TransformerModelArgs(
                 dim=model_args.dim,
@@ -157,8 +185,7 @@ class Decoder(Transformer):
         self.model_args = model_args
         self.n_layers = len(blocks)
         self.layers = nn.ModuleDict({str(i): block for i, block in enumerate(blocks)})
-        self.scaling = scaling
-        self.tied = tied
+        self.tied = model_args.enable_weight_tying
         self._tie()
 
     def _precompute_freqs_cis(self) -> Tensor:
@@ -193,7 +220,9 @@ class Decoder(Transformer):
     def rotary_table(self, positions: Tensor) -> Tensor:
         """fp32 `[1 or B, S, D // 2, 2]` of positions `[1 or B, S]`."""
         args = self.model_args
-        return rotary_table(positions, head_dim(args), args.rope_theta, self.scaling)
+        return rotary_table(
+            positions, head_dim(args), args.rope_theta, args.rope_scaling
+        )
 
     def forward(
         self,

@@ -1,38 +1,39 @@
 """Llama 3: torchtitan's model with true positions and sparse attention.
 
-RMSNorm, grouped queries, SwiGLU, no biases, interleaved rotary pairs, and RoPE scaling
-by wavelength, as in Llama 3.1 (`scaling_factor` 1 is plain RoPE).
+RMSNorm, grouped queries, SwiGLU, no biases, interleaved rotary pairs, RoPE scaling by
+wavelength; embeddings that the smaller models share between input and output.
 """
 
 # No `from __future__ import annotations` here: torchtitan reads the field types.
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
-from torch import nn
-from torchtitan.models.llama3.model.args import TransformerModelArgs
 from torchtitan.models.llama3.model.model import FeedForward
 
-from mtraining_flex.models.common import (
-    Attention,
-    Block,
-    Decoder,
-    count_attention_flops,
-    count_nparams_and_flops,
-)
+from mtraining_flex.models.common import Attention, Block, Decoder, DecoderArgs
+from mtraining_flex.models.rope import RopeScaling
 
 
 @dataclass
-class Llama3Args(TransformerModelArgs):
-    """torchtitan's arguments; `attn_type` is "sparse" or, for a dense twin, "sdpa"."""
+class Llama3Args(DecoderArgs):
+    """The shape of a model; the defaults are those of Llama 3.1 8B."""
 
-    attn_type: str = "sparse"
+    dim: int = 4096
+    n_layers: int = 32
+    n_heads: int = 32
+    n_kv_heads: int | None = 8
+    vocab_size: int = 128256
+    multiple_of: int = 1024
+    """The feed-forward is 8 / 3 dim wide, times the next, rounded up to this."""
+    ffn_dim_multiplier: float | None = 1.3
+    norm_eps: float = 1e-5
+    rope_theta: float = 500000.0
+    rope_scaling: RopeScaling = field(default_factory=lambda: _scaling(8.0))
+    enable_weight_tying: bool = False
+    max_seq_len: int = 131072
 
-    def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
-        """Parameters, and training FLOPs per token without attention."""
-        return count_nparams_and_flops(model, tied=False)
 
-    def attention_flops_per_token(self, seq_len: int) -> int:
-        """Training FLOPs per token of dense causal attention."""
-        return count_attention_flops(self, seq_len)
+def _scaling(factor: float) -> RopeScaling:
+    return RopeScaling("llama3", factor, original_length=8192)
 
 
 class Llama3Block(Block):
@@ -51,7 +52,7 @@ class Llama3(Decoder):
     def __init__(self, model_args: Llama3Args):
         layers = range(model_args.n_layers)
         blocks = [Llama3Block(layer_id, model_args) for layer_id in layers]
-        super().__init__(model_args, blocks, scaling=model_args.rope_scaling_args)
+        super().__init__(model_args, blocks)
 
 
 llama3_flavors = {
@@ -61,7 +62,8 @@ llama3_flavors = {
         n_heads=4,
         n_kv_heads=2,
         vocab_size=4096,
-        rope_theta=500000,
+        multiple_of=256,
+        ffn_dim_multiplier=None,
     ),
     "tiny": Llama3Args(
         dim=64,
@@ -70,6 +72,27 @@ llama3_flavors = {
         n_kv_heads=2,
         vocab_size=4096,
         multiple_of=64,
-        rope_theta=500000,
+        ffn_dim_multiplier=None,
     ),
+    # Llama 3.2
+    "1B": Llama3Args(
+        dim=2048,
+        n_layers=16,
+        multiple_of=256,
+        ffn_dim_multiplier=1.5,
+        rope_scaling=_scaling(32.0),
+        enable_weight_tying=True,
+    ),
+    "3B": Llama3Args(
+        dim=3072,
+        n_layers=28,
+        n_heads=24,
+        multiple_of=256,
+        ffn_dim_multiplier=1.0,
+        rope_scaling=_scaling(32.0),
+        enable_weight_tying=True,
+    ),
+    # Llama 3.1
+    "8B": Llama3Args(),
 }
+llama3_flavors["tiny_tied"] = replace(llama3_flavors["tiny"], enable_weight_tying=True)

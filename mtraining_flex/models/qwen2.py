@@ -7,61 +7,19 @@ the smaller models share between input and output.
 
 # No `from __future__ import annotations` here: torchtitan reads the field types.
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import nn
 from torchtitan.models.qwen3.model.model import FeedForward
-from torchtitan.protocols.model import BaseModelArgs
-from torchtitan.tools.logging import logger
 
-from mtraining_flex.models.common import (
-    Attention,
-    Block,
-    Decoder,
-    count_attention_flops,
-    count_nparams_and_flops,
-)
+from mtraining_flex.models.common import Attention, Block, Decoder, DecoderArgs
 
 
 @dataclass
-class Qwen2Args(BaseModelArgs):
+class Qwen2Args(DecoderArgs):
     """The shape of a model; the defaults are those of Qwen2.5-3B."""
 
-    dim: int = 2048
-    n_layers: int = 36
-    n_heads: int = 16
-    n_kv_heads: int | None = 2
-    """Key and value heads; None is as many as query heads."""
-    vocab_size: int = 151936
     hidden_dim: int = 11008
     """Width of the feed-forward."""
-    norm_eps: float = 1e-6
-    rope_theta: float = 1000000.0
-    enable_weight_tying: bool = True
-    """Input and output embedding are one weight."""
-    max_seq_len: int = 32768
-    """Longest sequence of the model's own training; then that of this run."""
-    depth_init: bool = True
-    """Initial deviation falls with a layer's own depth, not with that of the model."""
-    attn_type: str = "sparse"
-    """"sparse" or, for a dense twin, "sdpa"."""
-
-    def update_from_config(self, job_config: Any, **kwargs: Any) -> None:
-        seq_len = job_config.training.seq_len
-        if seq_len > self.max_seq_len:
-            logger.warning(
-                f"training.seq_len ({seq_len}) exceeds the model's own max_seq_len "
-                f"({self.max_seq_len}): its rotary angles have not seen such positions"
-            )
-        self.max_seq_len = seq_len
-
-    def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
-        """Parameters, and training FLOPs per token without attention."""
-        return count_nparams_and_flops(model, tied=self.enable_weight_tying)
-
-    def attention_flops_per_token(self, seq_len: int) -> int:
-        """Training FLOPs per token of dense causal attention."""
-        return count_attention_flops(self, seq_len)
 
 
 class Qwen2Attention(Attention):
@@ -92,7 +50,7 @@ class Qwen2(Decoder):
     def __init__(self, model_args: Qwen2Args):
         layers = range(model_args.n_layers)
         blocks = [Qwen2Block(layer_id, model_args) for layer_id in layers]
-        super().__init__(model_args, blocks, tied=model_args.enable_weight_tying)
+        super().__init__(model_args, blocks)
 
 
 qwen2_flavors = {
@@ -113,6 +71,22 @@ qwen2_flavors = {
         vocab_size=4096,
         hidden_dim=192,
         enable_weight_tying=False,
+    ),
+    # Qwen2.5
+    "0.5B": Qwen2Args(dim=896, n_layers=24, n_heads=14, hidden_dim=4864),
+    "1.5B": Qwen2Args(
+        dim=1536, n_layers=28, n_heads=12, hidden_dim=8960, max_seq_len=131072
+    ),
+    "3B": Qwen2Args(),
+    "7B": Qwen2Args(
+        dim=3584,
+        n_layers=28,
+        n_heads=28,
+        n_kv_heads=4,
+        vocab_size=152064,
+        hidden_dim=18944,
+        enable_weight_tying=False,
+        max_seq_len=131072,
     ),
 }
 qwen2_flavors["tiny_tied"] = replace(qwen2_flavors["tiny"], enable_weight_tying=True)

@@ -29,7 +29,6 @@ from torch.distributed.tensor import DTensor
 from torchtitan.components.metrics import build_metrics_processor
 from torchtitan.config import ConfigManager
 from torchtitan.models.llama3.infra.parallelize import parallelize_llama
-from torchtitan.models.llama3.model.args import TransformerModelArgs
 from torchtitan.models.llama3.model.model import Transformer
 from torchtitan.protocols.train_spec import register_train_spec
 from torchtitan.tools.logging import init_logger
@@ -39,6 +38,7 @@ from mtraining_flex import cpu_device, train_spec
 from mtraining_flex.models.llama3 import llama3_flavors
 from mtraining_flex.trainer import SparseTrainer
 from tests.distributed.launch import Launched, launch, run_cases
+from tests.helpers import titan_args
 
 TITAN = "titan_llama3"
 """torchtitan's own Llama 3 and attention, for its own trainer, with our data."""
@@ -78,16 +78,13 @@ def load_run(launched: Launched, name: str, rank: int = 0) -> dict[str, Any]:
 
 def register_titan() -> None:
     """torchtitan's Transformer in our tiny size, without a line of our model code."""
-    tiny = asdict(llama3_flavors["tiny"])
-    scaling = llama3_flavors["tiny"].rope_scaling_args
-    args = TransformerModelArgs(
-        **{**tiny, "attn_type": "sdpa", "rope_scaling_args": scaling}
-    )
+    args = titan_args(llama3_flavors["tiny"])
     spec = replace(
         train_spec.TRAIN_SPECS["mtraining_llama3"],
         model_cls=Transformer,
         model_args={"tiny": args},
         parallelize_fn=parallelize_llama,
+        state_dict_adapter=None,
         build_metrics_processor_fn=build_metrics_processor,
         build_validator_fn=None,
     )

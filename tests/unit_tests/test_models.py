@@ -31,9 +31,15 @@ from mtraining_flex.models.common import Attention, Decoder, inner_attention
 from mtraining_flex.models.init import full_shape_parameters
 from mtraining_flex.models.llama3 import Llama3, Llama3Args, llama3_flavors
 from mtraining_flex.models.qwen2 import Qwen2, Qwen2Args, qwen2_flavors
-from mtraining_flex.models.rope import apply_rotary, rotary_table, shield, unshield
+from mtraining_flex.models.rope import (
+    RopeScaling,
+    apply_rotary,
+    rotary_table,
+    shield,
+    unshield,
+)
 from mtraining_flex.ring.simulate import run_ranks
-from tests.helpers import assert_close
+from tests.helpers import assert_close, titan_args
 
 FAR = (0, 1, 256, 257, 15962, 262143, 524287, 2**20 - 1)
 HEAD_DIM, THETA = 64, 500000.0
@@ -99,8 +105,7 @@ class _Recorder(nn.Module):
 @both_models
 @pytest.mark.parametrize("compiled", [False, True])
 def test_angles_survive_bf16(build: Callable[..., Decoder], compiled: bool) -> None:
-    model = build(n_layers=1)
-    model.scaling = None
+    model = build(n_layers=1, rope_scaling=RopeScaling())
     recorder = model.layers["0"] = _Recorder()
     model.to(torch.bfloat16)
     function: Callable[..., Tensor] = model
@@ -117,9 +122,10 @@ def test_llama_scaling_is_that_of_torchtitan() -> None:
     from torchtitan.models.llama3.model.args import RoPEScalingArgs
     from torchtitan.models.llama3.model.model import precompute_freqs_cis
 
-    scaling = RoPEScalingArgs(32.0, 1.5, 5.0, 1024)
+    scaling = RopeScaling("llama3", 32.0, 1024, 1.5, 5.0)
     table = rotary_table(torch.arange(128)[None], 128, THETA, scaling)
-    theirs = torch.view_as_real(precompute_freqs_cis(128, 128, THETA, scaling))
+    titan = RoPEScalingArgs(32.0, 1.5, 5.0, 1024)
+    theirs = torch.view_as_real(precompute_freqs_cis(128, 128, THETA, titan))
     assert _largest_error(table, theirs[None].double()) < 2e-5  # fp32 angles up to 128
     # All three bands exist: kept, blended, slowed.
     plain = rotary_table(torch.ones(1, 1, dtype=torch.int64), 128, THETA)
@@ -171,7 +177,7 @@ def test_llama_equals_that_of_torchtitan() -> None:
     from torchtitan.models.llama3.model.model import Transformer
 
     ours = _llama(n_layers=3, max_seq_len=64)
-    theirs = Transformer(ours.model_args)
+    theirs = Transformer(titan_args(ours.model_args))
     torch.manual_seed(SEED)
     with torch.no_grad():
         theirs.init_weights()
@@ -424,18 +430,31 @@ def test_inner_attention() -> None:
 )
 def test_args_are_json(args: Llama3Args | Qwen2Args) -> None:
     again = json.loads(json.dumps(dataclasses.asdict(args)))
-    assert again["attn_type"] == "sparse" and again["n_kv_heads"] == 2
+    assert again["attn_type"] == "sparse" and again["dim"] == args.dim
 
 
-def test_sequence_length_comes_from_the_run() -> None:
-    from torchtitan.config import JobConfig
+def test_rope_comes_from_the_run(caplog: pytest.LogCaptureFixture) -> None:
+    from torchtitan.config import ConfigManager
 
-    job = JobConfig()
-    job.training.seq_len = 1 << 19
-    for flavor in (llama3_flavors["tiny"], qwen2_flavors["tiny"]):
-        args = copy.deepcopy(flavor)
-        args.update_from_config(job)
-        assert args.max_seq_len == 1 << 19
+    flags = ["rope.scaling=yarn", "rope.factor=16", "rope.original_length=32768"]
+    module = "job.custom_config_module=mtraining_flex.config"
+    for flavor in (llama3_flavors["tiny"], qwen2_flavors["3B"]):
+        for seq_len, given, warned in (
+            (1 << 19, flags, False),
+            ((1 << 19) + 1, flags, True),
+            ((1 << 17) + 1, [], True),
+            (1 << 15, [], False),
+        ):
+            length = f"training.seq_len={seq_len}"
+            every = [f"--{flag}" for flag in (module, length, *given)]
+            args = copy.deepcopy(flavor)
+            caplog.clear()
+            args.update_from_config(ConfigManager().parse_args(every))
+            assert ("rotary angles" in caplog.text) == warned, (seq_len, given)
+            if given:
+                assert args.rope_scaling == RopeScaling("yarn", 16.0, 32768)
+            else:
+                assert args.rope_scaling == flavor.rope_scaling
 
 
 def test_flops_are_those_of_the_matmuls() -> None:
