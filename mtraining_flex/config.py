@@ -322,6 +322,28 @@ def resolve_inner_degree(
     return degrees[0]
 
 
+def _check_checkpoint(checkpoint: Any) -> None:
+    """torchtitan would find these out at the first load or the last save.
+
+    Raises:
+        ValueError: Hugging Face's format for more than the model, or quantised.
+    """
+    for name, needs in (
+        ("last_save_in_hf", "last_save_model_only"),
+        ("initial_load_in_hf", "initial_load_model_only"),
+    ):
+        if getattr(checkpoint, name) and not getattr(checkpoint, needs):
+            raise ValueError(
+                f"checkpoint.{name} (True) is for the model alone and needs "
+                f"checkpoint.{needs} (False) to be True"
+            )
+    if checkpoint.initial_load_in_hf_quantized:
+        raise ValueError(
+            "checkpoint.initial_load_in_hf_quantized (True) is not supported by this "
+            "recipe: load weights that are not quantised"
+        )
+
+
 def validate_job(
     job_config: Any, world_size: int, local_world_size: int | None = None
 ) -> Layout:
@@ -353,6 +375,7 @@ def validate_job(
     job_config.rope.validate()
     job_config.sentinel.validate()
     resolve_degrees(job_config, world_size)
+    _check_checkpoint(job_config.checkpoint)
     p, training = job_config.parallelism, job_config.training
     for name in (
         "pipeline_parallel_degree",

@@ -6,14 +6,17 @@ it can be, and always before the first step.
 
 import os
 from collections.abc import Iterator
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed.utils import set_pg_timeouts
 from torchtitan.protocols.train_spec import get_train_spec
+from torchtitan.tools.logging import logger
 from torchtitan.train import Trainer
 
 from mtraining_flex import cpu_device, selftest
@@ -22,6 +25,7 @@ from mtraining_flex.config import validate_job
 from mtraining_flex.counters import recorder
 from mtraining_flex.layout import shard_batch
 from mtraining_flex.metrics import SparseMetricsProcessor
+from mtraining_flex.models.hf_folder import check_config, check_folder, write_assets
 from mtraining_flex.parallelize import attention_modules, parallelize
 from mtraining_flex.ring.comm import set_timeouts
 from mtraining_flex.sentinel import sentinel
@@ -44,6 +48,7 @@ class SparseTrainer(Trainer):
                 f"{list(spec.model_args)}"
             )
         self.layout = validate_job(job_config, int(os.environ.get("WORLD_SIZE", "1")))
+        _check_hf_folder(job_config, spec.model_args[job_config.model.flavor])
         self._first_step: int | None = None  # of this process
         super().__init__(job_config)
         self._start_sentinel()
@@ -114,6 +119,34 @@ class SparseTrainer(Trainer):
         with recorder.recording(logged), sentinel.watching(self.step):
             super().train_step(data_iterator)
 
+    def train(self) -> None:
+        """All steps; then what belongs beside weights in Hugging Face's format."""
+        super().train()
+        checkpoint = self.job_config.checkpoint
+        saved = checkpoint.enable and checkpoint.last_save_in_hf
+        if saved and not checkpoint.load_only and dist.get_rank() == 0:
+            self._write_hf_assets()
+
+    def _write_hf_assets(self) -> None:
+        job, tokenizer = self.job_config, self.tokenizer
+        folder = Path(self.checkpointer._create_checkpoint_id(self.step))
+        if not list(folder.glob("*.safetensors")):
+            return  # this run had no last step
+        policy = {
+            "sparse_attention": asdict(job.sparse_attention),
+            "ring": asdict(job.ring),
+            "seq_len": job.training.seq_len,
+            "steps": self.step,
+        }
+        tokens = {
+            f"{name}_token_id": getattr(tokenizer, f"{name}_id", None)
+            for name in ("bos", "eos")
+        }
+        dtype = TORCH_DTYPE_MAP[job.checkpoint.export_dtype]
+        assets = Path(job.model.hf_assets_path)
+        write_assets(folder, self.model_args, dtype, assets, policy, tokens)
+        logger.info(f"Hugging Face model in {folder}")
+
     def _shorten_timeouts(self) -> None:
         """The groups of all rings wait no longer than torchtitan's own.
 
@@ -124,6 +157,23 @@ class SparseTrainer(Trainer):
         if self._first_step != 1:
             set_pg_timeouts(timeout=timeout, parallel_dims=self.parallel_dims)
         set_timeouts(timeout)
+
+
+def _check_hf_folder(job_config: Any, model_args: Any) -> None:
+    """Before anything is built: do the weights to start from fit?
+
+    Raises:
+        ValueError: as `check_folder` and `check_config`.
+    """
+    checkpoint = job_config.checkpoint
+    if not (checkpoint.enable and checkpoint.initial_load_in_hf):
+        return
+    if (Path(job_config.job.dump_folder) / checkpoint.folder).exists():
+        return  # the run goes on from its own checkpoint
+    folder = Path(checkpoint.initial_load_path or job_config.model.hf_assets_path)
+    rope = job_config.rope
+    check_config(folder, model_args, not rope.theta, rope.scaling == "model")
+    check_folder(folder, model_args)
 
 
 def main() -> None:

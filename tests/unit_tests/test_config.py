@@ -124,6 +124,28 @@ def test_sentinel_errors() -> None:
         validate_job(_job("sentinel.every=-1"), 1)
 
 
+@pytest.mark.parametrize(
+    ("flags", "parts"),
+    [
+        (
+            ["checkpoint.last_save_in_hf", "checkpoint.no_last_save_model_only"],
+            ["checkpoint.last_save_in_hf (True)", "last_save_model_only (False)"],
+        ),
+        (
+            ["checkpoint.initial_load_in_hf", "checkpoint.no_initial_load_model_only"],
+            ["checkpoint.initial_load_in_hf (True)", "initial_load_model_only (False)"],
+        ),
+        (
+            ["checkpoint.initial_load_in_hf_quantized"],
+            ["checkpoint.initial_load_in_hf_quantized (True)"],
+        ),
+        (["rope.scaling=yarn"], ["rope.factor (1.0)"]),
+    ],
+)
+def test_of_hugging_face(flags: list[str], parts: list[str]) -> None:
+    _refused(_job(*flags), 1, *parts)
+
+
 # The inner ring
 
 

@@ -1,6 +1,8 @@
 """The models against Hugging Face's own, and their checkpoints both ways."""
 
 import dataclasses
+import json
+import re
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -11,9 +13,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from mtraining_flex.config import Rope
-from mtraining_flex.models.hf import (
-    Llama3Adapter,
-    Qwen2Adapter,
+from mtraining_flex.models.hf import Llama3Adapter, Qwen2Adapter
+from mtraining_flex.models.hf_folder import (
+    check_config,
     check_folder,
     hf_config,
     hf_names,
@@ -274,6 +276,94 @@ def test_unknown_names() -> None:
         adapter.from_hf({})
     with pytest.raises(ValueError, match="initial_load_in_hf_quantized"):
         adapter.get_hf_storage_reader(".", from_quantized=True)
+
+
+@pytest.mark.parametrize("v5", [False, True])
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({}, ""),
+        ({"rms_norm_eps": 1e-7}, "rms_norm_eps is 1e-07"),
+        ({"num_attention_heads": 8}, "num_attention_heads is 8"),
+        ({"rope_theta": 5e5}, "rope_theta is 500000.0, and the configured flavor"),
+        ({"factor": 8.0}, "rope_scaling.factor is 8.0"),
+        ({"rope_type": "linear"}, "rope_scaling.rope_type is 'linear'"),
+        ({"truncate": False}, "rope_scaling.truncate is False"),
+        ({"truncate": True, "beta_fast": 32}, ""),
+        ({"use_sliding_window": True}, "use_sliding_window is True"),
+        ({"model_type": "llama"}, "model_type is 'llama'"),
+        ({"tie_word_embeddings": False}, "tie_word_embeddings is False"),
+    ],
+)
+def test_a_config_of_another_model(
+    changes: dict[str, Any], part: str, v5: bool, tmp_path: Path
+) -> None:
+    """Each fits the same tensors, or nearly."""
+    args = _args("qwen2", True, "yarn")
+    config = hf_config(args, torch.float32)
+    angles = {"rope_type", "factor", "truncate", "beta_fast"}
+    for name, value in changes.items():
+        (config["rope_scaling"] if name in angles else config)[name] = value
+    if v5:
+        parameters = {**config.pop("rope_scaling"), "rope_theta": config["rope_theta"]}
+        del config["rope_theta"]
+        config["rope_parameters"] = parameters
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if not part:
+        check_config(tmp_path, args)
+        return
+    with pytest.raises(ValueError, match=re.escape(part)):
+        check_config(tmp_path, args)
+    if part.startswith("rope_"):  # the run sets its own
+        check_config(tmp_path, args, theta=False, scaling=False)
+
+
+def test_no_config_is_no_fault(tmp_path: Path) -> None:
+    check_config(tmp_path, _args("qwen2", True))
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("kind", ["llama3", "qwen2"])
+def test_a_config_of_theirs_is_ours(kind: str, scaling: str, tmp_path: Path) -> None:
+    """Written by transformers itself."""
+    args = _args(kind, True, scaling)
+    _theirs(args, tmp_path)
+    check_config(tmp_path, args)
+    other = dataclasses.replace(args, rope_scaling=RopeScaling("linear", 3.0))
+    with pytest.raises(ValueError, match="rope_scaling."):
+        check_config(tmp_path, other)
+
+
+def test_the_trainer_looks_before_anything_is_built(tmp_path: Path) -> None:
+    from torchtitan.config import ConfigManager
+
+    from mtraining_flex.train_spec import register
+    from mtraining_flex.trainer import SparseTrainer
+
+    register()
+    args = dataclasses.replace(qwen2_flavors["tiny"], rope_theta=5e5)
+    _theirs(args, tmp_path)
+    flags = [
+        "job.custom_config_module=mtraining_flex.config",
+        f"job.dump_folder={tmp_path / 'run'}",
+        "model.name=mtraining_qwen2",
+        "model.flavor=tiny",
+        f"model.hf_assets_path={tmp_path}",
+        "training.seq_len=256",
+        "checkpoint.enable",
+        "checkpoint.initial_load_in_hf",
+    ]
+
+    def start(*more: str) -> None:
+        every = [f"--{flag}" for flag in (*flags, *more)]
+        SparseTrainer(ConfigManager().parse_args(every))
+
+    with pytest.raises(ValueError, match="rope_theta is 500000.0.*has 1000000.0"):
+        start()
+    next(tmp_path.glob("model-00001-*.safetensors")).unlink()
+    with pytest.raises(ValueError, match=r"lacks \d+: "):
+        start("rope.theta=5e5")
+    assert not (tmp_path / "run").exists()
 
 
 # --- flavors --------------------------------------------------------------------------
