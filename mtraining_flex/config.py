@@ -1,5 +1,5 @@
 """The TOML sections of this recipe: `[sparse_attention]`, `[ring]`, `[rope]`,
-`[sentinel]`.
+`[loss]`, `[sentinel]`.
 
 torchtitan merges them into its own configuration through `job.custom_config_module`.
 Two kinds of mistake are told apart: what a dataclass can see alone is refused by its
@@ -252,12 +252,29 @@ class Rope:
 
 
 @dataclass
+class Loss:
+    """How the cross-entropy is computed; see `loss`."""
+
+    chunk_size: int = 0
+    """Tokens of a rank whose logits exist at a time; 0 is all of them."""
+
+    def validate(self) -> None:
+        """Refuse what this section alone shows to be wrong.
+
+        Raises:
+            ValueError: names the setting and the value.
+        """
+        _at_least("loss.chunk_size", self.chunk_size, 0)
+
+
+@dataclass
 class JobConfig:
     """What `job.custom_config_module = "mtraining_flex.config"` adds to torchtitan."""
 
     sparse_attention: SparseAttention = field(default_factory=SparseAttention)
     ring: Ring = field(default_factory=Ring)
     rope: Rope = field(default_factory=Rope)
+    loss: Loss = field(default_factory=Loss)
     sentinel: Sentinel = field(default_factory=Sentinel)
 
 
@@ -363,7 +380,7 @@ def validate_job(
     Raises:
         ValueError: names the setting and the numbers.
     """
-    for section in ("sparse_attention", "ring", "rope", "sentinel"):
+    for section in ("sparse_attention", "ring", "rope", "loss", "sentinel"):
         if not hasattr(job_config, section):
             raise ValueError(
                 f"the configuration has no [{section}] section: set "
@@ -373,6 +390,7 @@ def validate_job(
     sparse.validate()
     ring.validate()
     job_config.rope.validate()
+    job_config.loss.validate()
     job_config.sentinel.validate()
     resolve_degrees(job_config, world_size)
     _check_checkpoint(job_config.checkpoint)

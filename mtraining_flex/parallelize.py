@@ -32,6 +32,7 @@ from mtraining_flex.config import Ring, job_layout, validate_job
 from mtraining_flex.config import SparseAttention as SparseConfig
 from mtraining_flex.cpu_device import available_device_type
 from mtraining_flex.layout import Layout
+from mtraining_flex.loss import build_chunk
 from mtraining_flex.pattern.scores import check_probe_kernels
 from mtraining_flex.ring.backends import resolve_backend
 from mtraining_flex.ring.schedule import check_inner_degree
@@ -109,6 +110,9 @@ def parallelize(
         ValueError: a configuration that this recipe cannot run.
     """
     apply_sparse_attention(model, parallel_dims, job_config)
+    output: Any = model.output
+    output.chunk_size = job_config.loss.chunk_size
+    output.chunk = build_chunk(job_config.compile)
     compile_model = (
         job_config.compile.enable and "model" in job_config.compile.components
     )

@@ -8,7 +8,6 @@
 
 from collections.abc import Mapping
 
-from torchtitan.components.loss import build_cross_entropy_loss
 from torchtitan.components.lr_scheduler import build_lr_schedulers
 from torchtitan.components.optimizer import build_optimizers
 from torchtitan.components.tokenizer import build_hf_tokenizer
@@ -21,6 +20,7 @@ from torchtitan.protocols.train_spec import (
 )
 
 from mtraining_flex.data.loader import build_dataloader
+from mtraining_flex.loss import build_loss
 from mtraining_flex.metrics import build_metrics_processor
 from mtraining_flex.models.hf import Llama3Adapter, Qwen2Adapter
 from mtraining_flex.models.llama3 import Llama3, llama3_flavors
@@ -43,7 +43,7 @@ def _spec(
         build_lr_schedulers_fn=build_lr_schedulers,
         build_dataloader_fn=build_dataloader,
         build_tokenizer_fn=build_hf_tokenizer,
-        build_loss_fn=build_cross_entropy_loss,
+        build_loss_fn=build_loss,
         build_validator_fn=build_validator,
         build_metrics_processor_fn=build_metrics_processor,
         state_dict_adapter=adapter,

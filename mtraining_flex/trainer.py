@@ -86,7 +86,10 @@ class SparseTrainer(Trainer):
             self.layout, comm_of(mesh), batch, (inputs, labels), positions
         )
         self._local_labels = labels
-        return inputs, labels, {}, {"positions": positions}
+        extra = {"positions": positions}
+        if self.job_config.loss.chunk_size > 0:
+            extra["labels"] = labels
+        return inputs, labels, {}, extra
 
     def forward_backward_step(
         self,

@@ -105,7 +105,9 @@ class SparseValidator(BaseValidator):
             labels.to(device_type),
         )
         with self.validation_context(), self.maybe_enable_amp:
-            loss = self.loss_fn(model(tokens, positions=positions), labels)
+            extra = {"labels": labels} if self.job_config.loss.chunk_size > 0 else {}
+            pred = model(tokens, positions=positions, **extra)
+            loss = self.loss_fn(pred, labels)
         return loss.detach(), (labels != IGNORE_INDEX).sum()
 
 

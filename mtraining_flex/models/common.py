@@ -23,6 +23,7 @@ from torchtitan.protocols.model import AttentionMasksType, BaseModelArgs
 from torchtitan.tools.logging import logger
 
 from mtraining_flex.attention import SparseAttention
+from mtraining_flex.loss import Chunk, chunked_cross_entropy, loss_of_chunk
 from mtraining_flex.models.init import full_shape_parameters
 from mtraining_flex.models.rope import (
     RopeScaling,
@@ -164,6 +165,30 @@ class Block(TransformerBlock):
         self.weight_init_std = 0.02 / (2 * depth) ** 0.5
 
 
+class Output(nn.Linear):
+    """Hidden states to logits, or at once to the loss of given labels.
+
+    The loss is computed in here, where FSDP has gathered the weight.
+    """
+
+    def __init__(self, in_features: int, out_features: int):
+        super().__init__(in_features, out_features, bias=False)
+        self.chunk_size = 0  # tokens whose logits exist at a time; see `loss`
+        self.chunk: Chunk = loss_of_chunk
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+        """`[B, S, dim]` to `[B, S, vocab]`, or to the sum of the loss.
+
+        Args:
+            labels: int64 `[B, S]`, -100 where a token does not count.
+        """
+        if labels is None:
+            return super().forward(x)
+        return chunked_cross_entropy(
+            x, self.weight, labels, self.chunk_size, self.chunk
+        )
+
+
 class Decoder(Transformer):
     """Tokens and positions to logits. Holds no buffer.
 
@@ -182,6 +207,7 @@ class Decoder(Transformer):
             )
         )
         del self.freqs_cis
+        self.output = Output(model_args.dim, model_args.vocab_size)
         self.model_args = model_args
         self.n_layers = len(blocks)
         self.layers = nn.ModuleDict({str(i): block for i, block in enumerate(blocks)})
@@ -229,13 +255,16 @@ class Decoder(Transformer):
         tokens: Tensor,
         attention_masks: AttentionMasksType | None = None,
         positions: Tensor | None = None,
+        labels: Tensor | None = None,
     ) -> Tensor:
-        """Logits `[B, S, vocab]` of tokens `[B, S]`.
+        """Logits `[B, S, vocab]` of tokens `[B, S]`, or their loss.
 
         Args:
             attention_masks: must be None.
             positions: global positions, int32 or int64 `[1 or B, S]`. None counts from
                 0, which is right only for whole sequences of one document each.
+            labels: int64 `[B, S]`: the sum of the cross-entropy is returned instead,
+                computed `output.chunk_size` tokens at a time.
 
         Raises:
             ValueError: a mask, positions that do not fit the tokens, or none where a
@@ -254,7 +283,9 @@ class Decoder(Transformer):
         h = self.tok_embeddings(tokens)
         for layer in self.layers.values():
             h = layer(h, table, attention_masks, positions)
-        return self.output(self.norm(h))
+        if labels is None:
+            return self.output(self.norm(h))
+        return self.output(self.norm(h), labels)
 
     def _check_whole_sequence(self) -> None:
         """Ranks of a ring that each counted from 0 would train smoothly, and wrong."""

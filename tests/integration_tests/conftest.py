@@ -50,6 +50,7 @@ TWO_LEVEL = ["--ring.rotation=two_level", "--ring.inner_degree=2"]
 ALLGATHER = ["--ring.rotation=allgather"]
 # Interpreted, and so a few steps.
 TRITON = [*SPARSE, "--sparse_attention.backend=triton", "--training.steps=3"]
+CHUNKED = ["--loss.chunk_size=40"]  # does not divide a rank's 128 or 64 tokens
 QWEN = ["--model.name=mtraining_qwen2", "--model.flavor=tiny_tied", *SPARSE]
 
 
@@ -156,6 +157,10 @@ def two(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Launched:
     plans.add("triton", *TRITON, *COMPILED[1:3])  # checkpointed
     plans.add("metrics", *SPARSE, "--metrics.enable_tensorboard", "--training.steps=4")
     plans.add("validation", *VALIDATED)
+    plans.add("chunked", *SPARSE, *CHUNKED)
+    plans.add("chunked_qwen2", *QWEN, *CHUNKED)
+    plans.add("chunked_compiled", *SPARSE, *COMPILED, *CHUNKED)
+    plans.add("chunked_validation", *VALIDATED, *CHUNKED)
     checkpoint = ["--checkpoint.enable", "--checkpoint.interval=5"]
     plans.add("uninterrupted", *SPARSE, *COMPILED, *checkpoint)
     return plans.launch()
@@ -197,4 +202,6 @@ def four(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Launched:
         "--parallelism.data_parallel_shard_degree=1",
     )
     plans.add("validation", *VALIDATED, *rings_of_two, *sharded)
+    plans.add_single_label("chunked_single_label", *rings_of_two, *sharded, *CHUNKED)
+    plans.add_single_label("chunked_accumulated", *CHUNKED)
     return plans.launch()
