@@ -70,6 +70,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 torch.mm(gradient, weight, out=dx[here])
             if dw is not None:
                 dw += gradient.mT @ x[here]
+            del part, gradient  # before the next chunk's
         ctx.save_for_backward(dx, dw)
         ctx.dtypes = x.dtype, weight.dtype
         return loss
@@ -95,7 +96,7 @@ def chunked_cross_entropy(
 
     Args:
         x: hidden states `[..., dim]`.
-        weight: of the output `[vocab, dim]`, in x's dtype.
+        weight: of the output `[vocab, dim]`, in x's dtype or under autocast.
         labels: int64 `[...]`, -100 where a token does not count.
         chunk_size: tokens whose logits exist at a time; the last chunk may be shorter.
         chunk: `loss_of_chunk`, perhaps compiled.
@@ -112,8 +113,15 @@ def chunked_cross_entropy(
         )
     if chunk_size < 1:
         raise ValueError(f"chunk_size ({chunk_size}) must be at least 1")
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind):  # once here, not in every product
+        dtype = torch.get_autocast_dtype(kind)
+        x, weight = x.to(dtype), weight.to(dtype)
     flat = x.flatten(0, -2).contiguous()
-    return _ChunkedCrossEntropy.apply(flat, weight, labels.flatten(), chunk_size, chunk)
+    with torch.autocast(kind, enabled=False):
+        return _ChunkedCrossEntropy.apply(
+            flat, weight, labels.flatten(), chunk_size, chunk
+        )
 
 
 def build_loss(job_config: Any, **kwargs: Any) -> Callable[[Tensor, Tensor], Tensor]:

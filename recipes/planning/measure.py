@@ -125,6 +125,16 @@ CPU_CASES = (
         "dim=128,n_layers=2,n_heads=1,n_kv_heads=1,vocab_size=32768",
         (*_flags(512, 4, 64, "none"), "--compile.no-enable"),
     ),
+    Case(
+        "llama, eager, chunked loss, peak in the loss",
+        "mtraining_llama3",
+        "dim=128,n_layers=2,n_heads=1,n_kv_heads=1,vocab_size=32768",
+        (
+            *_flags(2048, 4, 64, "none"),
+            "--compile.no-enable",
+            "--loss.chunk_size=512",
+        ),
+    ),
 )
 
 

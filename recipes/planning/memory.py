@@ -119,6 +119,13 @@ def _moments(problem: Problem, hardware: Hardware) -> dict[str, dict[str, float]
     # bf16 logits; eager: an fp32 copy and log_softmax, then its gradient twice. Of
     # autocast's copies nothing is left in the backward.
     ahead, behind = (2, 4) if problem.compiled_loss else (10, 12)
+    logits, waiting = (float(V * T), float(V * T)), 0.0
+    if problem.loss_chunk > 0:
+        # Those of a chunk and their gradient; then none. In both moments the gradients
+        # of the hidden states and, in fp32 and once more in bf16, of the weight.
+        logits = (float(V * min(problem.loss_chunk, T)), 0.0)
+        ahead = behind = 4 if problem.compiled_loss else 19
+        waiting = 2 * d * T + (4 + 2) * model.vocab_weights
     cached_first = cached > (behind - ahead) * V * T
     forward = attention_workspace(problem, backward=False)
     # Working set, KV buffers, index tensors.
@@ -137,16 +144,16 @@ def _moments(problem: Problem, hardware: Hardware) -> dict[str, dict[str, float]
         ),
         "loss": moment(
             L,
-            logits=V * T * (ahead if cached_first else behind),
-            working=last + weight + cached * cached_first,
+            logits=logits[0] * (ahead if cached_first else behind),
+            working=last + weight + waiting + cached * cached_first,
             sharding=gathered["output"],
             gradients=before,
         ),
         "output": moment(
             L,
             # Its own gradient, bf16 and then fp32, beside those of the logits.
-            logits=2 * V * T + (0 if problem.compiled_loss else 4 * V * T),
-            working=last + weight + 2 * d * T + 2 * model.vocab_weights,
+            logits=logits[1] * (2 if problem.compiled_loss else 6),
+            working=last + weight + (waiting or 2 * d * T + 2 * model.vocab_weights),
             sharding=gathered["output"],
             gradients=before + vocab_grad,
         ),

@@ -96,6 +96,7 @@ class Problem:
     checkpointing: str  # "none", "selective", "full"
     compiled: bool  # blocks
     compiled_loss: bool
+    loss_chunk: int  # tokens whose logits exist at a time
     state_bytes: int  # of a parameter, a gradient, and each moment
     optimizer: str  # implementation: "fused", "foreach", "for-loop"
 
@@ -324,6 +325,7 @@ def make_problem(
         checkpointing=config.activation_checkpoint.mode,
         compiled=compiled and "model" in config.compile.components,
         compiled_loss=compiled and "loss" in config.compile.components,
+        loss_chunk=config.loss.chunk_size,
         state_bytes=2 if config.training.dtype == "bfloat16" else 4,
         optimizer=config.optimizer.implementation,
     )

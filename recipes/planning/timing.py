@@ -20,6 +20,7 @@ data at that of the memory, and attention by its executed blocks. The CPU launch
 of it; a step cannot be shorter than that takes.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -370,6 +371,11 @@ def _output_ms(problem: Problem, hardware: Hardware) -> float:
     # Compiled: two passes over bf16 logits forward, one that reads and writes backward.
     # Eager: fp32 copies, log_softmax and its gradient, and back to bf16.
     size = tokens * model.vocab * (8 if problem.compiled_loss else 36)
+    if problem.loss_chunk > 0:
+        # No second pass over the logits in the backward; but each chunk's gradient of
+        # the weight is written in bf16, and read to be added to the sum in fp32.
+        size = tokens * model.vocab * (6 if problem.compiled_loss else 30)
+        size += 12 * model.vocab_weights * math.ceil(tokens / problem.loss_chunk)
     size += 18 * model.vocab_weights  # casts of the weight and its gradient
     size += (16 if model.tied else 4) * model.vocab_weights  # the embedding's gradient
     size += 6 * problem.residual_bytes * tokens * model.dim

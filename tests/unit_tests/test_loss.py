@@ -55,6 +55,25 @@ def test_equals_all_at_once(dtype: torch.dtype, rtol: float, chunk_size: int) ->
         assert_close(a.double(), b, rtol)
 
 
+def test_autocast() -> None:
+    """As a single GPU trains: fp32 parameters, products in bf16."""
+    x, weight, labels = _case(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        result = chunked_cross_entropy(x, weight, labels, 10)
+        expected = naive_cross_entropy(x, weight, labels)
+    narrow = [t.detach().bfloat16().double().requires_grad_() for t in (x, weight)]
+    exact = naive_cross_entropy(*narrow, labels)
+    for a, b, c in zip(
+        _results(result, x, weight),
+        _results(expected, x, weight),
+        _results(exact, *narrow),
+        strict=True,
+    ):
+        assert a.dtype == b.dtype == torch.float32
+        assert_close(a.double(), c, 1e-2)
+        assert_close(a, b, 1e-2)
+
+
 @pytest.mark.parametrize("ignored", [0.0, 1.0])
 def test_ignored_labels(ignored: float) -> None:
     x, weight, labels = _case(torch.float64, ignored)
