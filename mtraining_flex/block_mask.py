@@ -19,6 +19,12 @@ so a table is a shifted copy of T: no sort per row and no [N, N] map. In the str
 layout t is never negative, and each window starts at 0. The diagonal block (d = 0) is
 the only partial one.
 
+Documents (`pattern.documents`) end a window early. A query block sees no key block that
+ends before its first query's document begins, and a key block is seen by no query block
+that begins behind its last key's document: both keep the windows contiguous, and two
+more counts cut them. Of what is left a block is full if its first key is of the last
+query's document, which again is the front of a window; the rest is partial.
+
 The hand-written kernels read T itself (`slash_lists`), with offset 0 where a rank meets
 its own keys, and of the columns their positions and two counts (`column_lists`).
 
@@ -28,7 +34,7 @@ vertical step, NB global blocks, g granularity.
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -74,11 +80,37 @@ class SlashLists:
     diagonal: bool  # the keys are the queries' own: t = 0 of a pair (x, x) is causal
     windowed: bool  # t can be negative
     n: int  # blocks of a segment
+    q_documents: Tensor | None = None  # int32 [B, S_q], where the document begins
+    k_documents: Tensor | None = None  # int32 [B, S_k]
 
     def executed(self) -> Tensor:
         """Blocks that this step computes, per head: int64 [B, H]."""
-        blocks = (self.n - self.offsets.abs()).clamp(min=0)
-        return blocks.long().sum(-1).sum(0)
+        if self.q_documents is None or self.k_documents is None:
+            blocks = (self.n - self.offsets.abs()).clamp(min=0)
+            return blocks.long().sum(-1).sum(0)
+        n, g = self.n, self.q_documents.shape[1] // (self.q_segments * self.n)
+        total: Tensor | None = None
+        for x in range(self.q_segments):
+            for y in range(self.k_segments):
+                t = self.offsets[x * self.k_segments + y]  # [B, H, C]
+                seen = _Documents.of(self.q_documents, self.k_documents, x, y, n, g)
+                local = torch.arange(n, dtype=torch.int32, device=t.device)
+                t = t.expand(seen.first_key.shape[0], *t.shape[1:]).contiguous()
+                high, low = (
+                    torch.searchsorted(
+                        t,
+                        bound[:, None].expand(-1, t.shape[1], -1).contiguous(),
+                        right=True,
+                    )
+                    for bound in (
+                        local - seen.first_key,
+                        (local - n).expand_as(seen.first_key),
+                    )
+                )
+                blocks = (high - low).sum(-1)
+                total = blocks if total is None else total + blocks
+        assert total is not None
+        return total
 
 
 @dataclass(frozen=True)
@@ -91,6 +123,8 @@ class ColumnLists:
     before: Tensor  # int32 [B, H, N] columns before the query block
     visible: Tensor  # int32 [B, H, N] columns up to its end
     granularity: int
+    q_documents: Tensor | None = None  # int32 [B, S_q], where the document begins
+    documents: Tensor | None = None  # int32 [B, H, J g], likewise of each column
 
     def executed(self) -> Tensor:
         """Blocks of columns that this step computes, per head: int64 [B, H]."""
@@ -113,6 +147,7 @@ class StepMask:
     granularity: int
     build_tables: Callable[[], tuple[Tables, tuple[Tensor, ...]]]
     build_lists: Callable[[], "SlashLists | ColumnLists"]
+    documents: bool = False  # whether there are several
 
     @cached_property
     def _tables_and_buffers(self) -> tuple[Tables, tuple[Tensor, ...]]:
@@ -132,8 +167,18 @@ class StepMask:
         return self.build_lists()
 
     @property
+    def name(self) -> str:
+        """Of the mask function in `MASKS`."""
+        return f"{self.kind}_documents" if self.documents else self.kind
+
+    @property
+    def truth(self) -> Callable[..., Tensor]:
+        """The mask function, which takes the buffers as well."""
+        return MASKS[self.name]
+
+    @property
     def mask_mod(self) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-        truth, buffers = MASKS[self.kind], self.buffers
+        truth, buffers = self.truth, self.buffers
         return lambda b, h, q, kv: truth(b, h, q, kv, *buffers)
 
     @property
@@ -142,11 +187,14 @@ class StepMask:
 
         It evaluates partial blocks only. In a slash step those are kept diagonal
         blocks, where causality is all that is left of the truth (5 to 8 % of the time
-        on H200).
+        on H200), and those where a document begins.
         """
-        if self.kind == "slash":
+        if self.kind == "vertical":
+            return self.truth, self.buffers
+        if not self.documents:
             return diagonal_mask, ()
-        return vertical_mask, self.buffers
+        q_pos, kv_pos, _, _, start, _ = self.buffers
+        return document_mask, (q_pos, kv_pos, start)
 
     def block_mask(self) -> BlockMask:
         """As a BlockMask, with the tables as they are and the whole truth."""
@@ -209,9 +257,58 @@ def vertical_mask(
     return (column_pos[b, h, kv] <= q_pos[q]) & ~kept
 
 
+def document_mask(
+    b: Tensor | slice,
+    h: Tensor | slice,
+    q: Tensor,
+    kv: Tensor,
+    q_pos: Tensor,  # int32 [S_q]
+    kv_pos: Tensor,  # int32 [S_kv]
+    start: Tensor,  # int32 [B, H, S_q], where the query's document begins
+) -> Tensor:
+    """Causal, and of the query's document."""
+    return (kv_pos[kv] <= q_pos[q]) & (kv_pos[kv] >= start[b, h, q])
+
+
+def slash_documents_mask(
+    b: Tensor | slice,
+    h: Tensor | slice,
+    q: Tensor,
+    kv: Tensor,
+    q_pos: Tensor,
+    kv_pos: Tensor,
+    q_row: Tensor,
+    kv_row: Tensor,
+    start: Tensor,  # int32 [B, H, S_q], where the query's document begins
+    bitmap: Tensor,
+) -> Tensor:
+    """`slash_mask` within a document."""
+    kept = slash_mask(b, h, q, kv, q_pos, kv_pos, q_row, kv_row, bitmap)
+    return kept & (kv_pos[kv] >= start[b, h, q])
+
+
+def vertical_documents_mask(
+    b: Tensor,
+    h: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    q_pos: Tensor,
+    column_pos: Tensor,
+    q_row: Tensor,
+    column_row: Tensor,
+    start: Tensor,  # int32 [B, H, S_q], where the query's document begins
+    bitmap: Tensor,
+) -> Tensor:
+    """`vertical_mask` within a document."""
+    kept = vertical_mask(b, h, q, kv, q_pos, column_pos, q_row, column_row, bitmap)
+    return kept & (column_pos[b, h, kv] >= start[b, h, q])
+
+
 MASKS: dict[str, Callable[..., Tensor]] = {
     "slash": slash_mask,
     "vertical": vertical_mask,
+    "slash_documents": slash_documents_mask,
+    "vertical_documents": vertical_documents_mask,
 }
 
 
@@ -241,6 +338,7 @@ def slash_step(
         layout.granularity,
         lambda: _slash_parts(pattern, bitmap, layout, q_rank, kv_rank, heads),
         lambda: slash_lists(pattern, layout, q_rank, kv_rank),
+        pattern.documents is not None,
     )
 
 
@@ -254,12 +352,29 @@ def _slash_parts(
 ) -> tuple[Tables, tuple[Tensor, ...]]:
     """Tables and mask buffers of a slash step."""
     device = pattern.slash.device
+    q_pos, q_row = _positions(layout, q_rank, device, shift=layout.num_blocks)
+    kv_pos, kv_row = _positions(layout, kv_rank, device, shift=0)
     shape = _Shape.of(pattern, layout)
+    base = _bases(layout, q_rank, kv_rank, device)
+    if pattern.documents is not None:
+        start = pattern.documents[:, q_pos]  # [B, S_q]
+        own = q_rank == kv_rank
+        found = fused(
+            ("document_tables", shape, own),
+            partial(_document_tables, shape=shape, own=own),
+            pattern.slash,
+            base,
+            start,
+            pattern.documents[:, kv_pos],
+        )
+        start = start[:, None].expand(*heads, -1)
+        kept = bitmap.expand(*heads, -1)
+        return Tables(*found), (q_pos, kv_pos, q_row, kv_row, start, kept)
     full = fused(
         ("slash_tables", shape),
         lambda slash, base: _slash_tables(slash, base, shape),
         pattern.slash,
-        _bases(layout, q_rank, kv_rank, device),
+        base,
     )
     diagonal = _diagonal_table(full[1].shape, device)
     if q_rank == kv_rank:
@@ -268,8 +383,6 @@ def _slash_parts(
     else:
         num = torch.zeros_like(full[0])
     tables = Tables(num, diagonal, full[0], full[1], num, diagonal, full[2], full[3])
-    q_pos, q_row = _positions(layout, q_rank, device, shift=layout.num_blocks)
-    kv_pos, kv_row = _positions(layout, kv_rank, device, shift=0)
     return tables, (q_pos, kv_pos, q_row, kv_row, bitmap.expand(*heads, -1))
 
 
@@ -297,7 +410,16 @@ def slash_lists(
             pattern.slash,
             _bases(layout, q_rank, kv_rank, pattern.slash.device),
         )
-    return SlashLists(offsets, segments, segments, own, shape.windowed, shape.n)
+    documents: tuple[Tensor | None, ...] = None, None
+    if pattern.documents is not None:
+        device = pattern.slash.device
+        documents = tuple(
+            pattern.documents[:, positions_on(layout, rank, device)]
+            for rank in (q_rank, kv_rank)
+        )
+    return SlashLists(
+        offsets, segments, segments, own, shape.windowed, shape.n, *documents
+    )
 
 
 def vertical_step(
@@ -321,6 +443,7 @@ def vertical_step(
         g,
         lambda: _vertical_parts(pattern, bitmap, layout, q_rank, heads),
         lambda: column_lists(pattern, bitmap, layout, q_rank),
+        pattern.documents is not None,
     )
 
 
@@ -340,11 +463,15 @@ def _vertical_parts(
         pattern.vertical,
         q_pos,
     )
+    start: tuple[Tensor, ...] = ()
+    if pattern.documents is not None:
+        start = (pattern.documents[:, None, q_pos].expand(*heads, -1),)
     buffers = (
         q_pos,
         column_pos.expand(*heads, -1),
         q_row,
         column_row.expand(*heads, -1),
+        *start,
         bitmap.expand(*heads, -1),
     )
     # No block is full: behind counts of 0, any list will do.
@@ -364,9 +491,19 @@ def column_lists(
         pos = pad_columns(vertical, g)
         return pos, *column_counts(pos, q_blocks, g)
 
-    q_blocks = _q_blocks(layout, q_rank, pattern.vertical.device)
-    pos, before, visible = fused(("column_lists", g), call, pattern.vertical, q_blocks)
-    return ColumnLists(pos, bitmap, q_blocks, before, visible, g)
+    vertical, device = pattern.vertical, pattern.vertical.device
+    if pattern.documents is not None:  # one list for each batch entry
+        batch = pattern.documents.shape[0]
+        vertical = vertical.expand(batch, *vertical.shape[1:])
+    q_blocks = _q_blocks(layout, q_rank, device)
+    pos, before, visible = fused(("column_lists", g), call, vertical, q_blocks)
+    documents: tuple[Tensor, ...] = ()
+    if pattern.documents is not None:
+        everywhere = pattern.documents[:, None].expand(*pos.shape[:2], -1)
+        at = pos.clamp(max=layout.seq_len - 1).long()
+        of_queries = pattern.documents[:, positions_on(layout, q_rank, device)]
+        documents = of_queries, everywhere.gather(-1, at)
+    return ColumnLists(pos, bitmap, q_blocks, before, visible, g, *documents)
 
 
 @lru_cache(maxsize=64)
@@ -444,6 +581,82 @@ def _slash_tables(slash: Tensor, base: Tensor, shape: _Shape) -> tuple[Tensor, .
     return tuple(torch.cat(part, 2) for part in parts)
 
 
+def _document_tables(
+    slash: Tensor,
+    base: Tensor,
+    q_documents: Tensor,
+    k_documents: Tensor,
+    *,
+    shape: _Shape,
+    own: bool,
+) -> tuple[Tensor, ...]:
+    """The eight tensors of `Tables` where a sequence has several documents."""
+    n, width = shape.n, shape.width
+    g = q_documents.shape[1] // (n * base.shape[0])
+    slash = slash.expand(q_documents.shape[0], *slash.shape[1:])
+    pairs = [
+        [
+            _Diagonals(slash, each, shape).cut_by(
+                _Documents.of(q_documents, k_documents, x, y, n, g)
+            )
+            for y, each in enumerate(row)
+        ]
+        for x, row in enumerate(base)
+    ]
+    keeps_own = (slash[..., :1] == 0).int().expand(-1, -1, n)  # [B, H, n]
+    local = torch.arange(n, dtype=torch.int32, device=slash.device)
+    local = local[:, None].expand(*keeps_own.shape, width)
+    rows: list[tuple[Tensor, ...]] = []
+    for x, row in enumerate(pairs):
+        first = [(keeps_own, x * n + local)] if own else []
+        some = [each.partial_rows(y * n, width) for y, each in enumerate(row)]
+        full = [each.rows(y * n, width) for y, each in enumerate(row)]
+        rows.append((*_join(first + some, width), *_join(full, width)))
+    columns: list[tuple[Tensor, ...]] = []
+    for y in range(base.shape[1]):
+        column = [row[y] for row in pairs]
+        first = [(keeps_own, y * n + local)] if own else []
+        some = [each.partial_columns(x * n, width) for x, each in enumerate(column)]
+        full = [each.columns(x * n, width) for x, each in enumerate(column)]
+        columns.append((*_join(first + some, width), *_join(full, width)))
+    parts = (*zip(*rows, strict=True), *zip(*columns, strict=True))
+    return tuple(torch.cat(part, 2) for part in parts)
+
+
+@dataclass(frozen=True)
+class _Documents:
+    """How far the blocks of two segments see each other: int32 [B, n].
+
+    Blocks are counted within their segments. Starts ascend with positions, so each is
+    one binary search.
+    """
+
+    first_key: Tensor  # first key block of which a query block sees anything
+    first_full_key: Tensor  # first key block of which it sees all, if before it
+    last_query: Tensor  # behind the last query block that sees anything of a key block
+    last_full_query: Tensor  # behind the last one that sees all, if behind it
+
+    @staticmethod
+    def of(
+        q_documents: Tensor, k_documents: Tensor, x: int, y: int, n: int, g: int
+    ) -> "_Documents":
+        """Of query segment x and key segment y, n blocks of g tokens each."""
+
+        def edges(documents: Tensor, segment: int) -> tuple[Tensor, Tensor]:
+            """Of each block's first and last token."""
+            blocks = documents.unflatten(1, (-1, g))[:, segment * n : (segment + 1) * n]
+            return blocks[..., 0].contiguous(), blocks[..., -1].contiguous()
+
+        q_first, q_last = edges(q_documents, x)
+        k_first, k_last = edges(k_documents, y)
+        return _Documents(
+            torch.searchsorted(k_last, q_first).int(),
+            torch.searchsorted(k_first, q_last).int(),
+            torch.searchsorted(q_first, k_last, right=True).int(),
+            torch.searchsorted(q_last, k_first, right=True).int(),
+        )
+
+
 class _Diagonals:
     """T of two segments: the local diagonals of each head's slashes.
 
@@ -466,6 +679,12 @@ class _Diagonals:
         self.n, self.windowed = n, shape.windowed
         local = torch.arange(n, dtype=torch.int32, device=slash.device)
         self.local = local.expand(*slash.shape[:2], n)  # [B, H, n]
+        self.documents: _Documents | None = None
+
+    def cut_by(self, documents: _Documents) -> "_Diagonals":
+        """The same, seen through documents: `rows` and `columns` are full blocks."""
+        self.documents = documents
+        return self
 
     def _count(self, bound: Tensor, right: bool) -> Tensor:
         """How many diagonals lie below `bound` [B, H, n] (or at it, if `right`)."""
@@ -486,15 +705,43 @@ class _Diagonals:
     def rows(self, first: int, width: int) -> tuple[Tensor, Tensor]:
         """Key blocks (local, from `first` on) of each query block: counts, indices."""
         low = self._count(self.local - self.n, right=True) if self.windowed else None
-        high = self._count(self.local, right=True)
+        bound = self.local
+        if self.documents is not None:
+            bound = self.local - self.documents.first_full_key[:, None]
+        high = self._count(bound, right=True)
         t = self._window(low, width)
         index = first + (self.local[..., None] - t).clamp(0, self.n - 1)
         return high if low is None else high - low, index
 
+    def partial_rows(self, first: int, width: int) -> tuple[Tensor, Tensor]:
+        """Key blocks of which a query block sees a part: counts, indices."""
+        assert self.documents is not None
+        start = self._count(
+            self.local - self.documents.first_full_key[:, None], right=True
+        )
+        end = self._count(self.local - self.documents.first_key[:, None], right=True)
+        t = self._window(start, width)
+        index = first + (self.local[..., None] - t).clamp(0, self.n - 1)
+        return end - start, index
+
+    def partial_columns(self, first: int, width: int) -> tuple[Tensor, Tensor]:
+        """Query blocks that see a part of a key block: counts, indices."""
+        assert self.documents is not None
+        start = self._count(
+            self.documents.last_full_query[:, None] - self.local, right=False
+        )
+        end = self._count(self.documents.last_query[:, None] - self.local, right=False)
+        t = self._window(start, width)
+        index = first + (self.local[..., None] + t).clamp(0, self.n - 1)
+        return end - start, index
+
     def columns(self, first: int, width: int) -> tuple[Tensor, Tensor]:
         """Query blocks (local, from `first` on) of each key block: counts, indices."""
         low = self._count(-self.local, right=False) if self.windowed else None
-        high = self._count(self.n - self.local, right=False)
+        bound = self.n - self.local
+        if self.documents is not None:
+            bound = self.documents.last_full_query[:, None] - self.local
+        high = self._count(bound, right=False)
         t = self._window(low, width)
         index = first + (self.local[..., None] + t).clamp(0, self.n - 1)
         return high if low is None else high - low, index

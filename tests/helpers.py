@@ -58,6 +58,26 @@ def random_pattern(
     )
 
 
+def random_documents(batch: int, seq_len: int, seed: int) -> Tensor:
+    """Where the document of each position begins: int32 [B, S].
+
+    Entries differ in kind: one document, a few, many, and those of one token at the
+    end, as padding is.
+    """
+    rng = random.Random(seed)
+    rows = []
+    for b in range(batch):
+        count = (2, 0, seq_len // 3, 4)[(b + seed) % 4]
+        begins = {0} | {rng.randrange(seq_len) for _ in range(count)}
+        if (b + seed) % 4 == 3:
+            begins |= set(range(seq_len - seq_len // 5, seq_len))
+        row = []
+        for position in range(seq_len):
+            row.append(position if position in begins else row[-1])
+        rows.append(row)
+    return torch.tensor(rows, dtype=torch.int32)
+
+
 def _slashes(kind: str, num_blocks: int, cap: int, rng: random.Random) -> list[int]:
     cap = min(cap, num_blocks)
     count = {

@@ -27,6 +27,7 @@ from torch import Tensor
 from mtraining_flex.compat import fused
 from mtraining_flex.layout import Layout, positions_on
 from mtraining_flex.pattern.budget import MASS_UNIT
+from mtraining_flex.pattern.documents import ProbeGroups
 from mtraining_flex.pattern.types import VerticalSlash, slash_bitmap
 from mtraining_flex.ring.comm import Comm
 
@@ -38,10 +39,17 @@ class Scores:
     vertical: Tensor  # fp32 [B, H, RG, S_local], per query block of the probe rows
     slash: Tensor  # fp32 [B, H, NB], the same on every rank
     probe_rows: int
+    row_blocks: Tensor  # int64 [1 or B, RG], the query blocks of `vertical`
 
 
 def score_keys(
-    q: Tensor, k: Tensor, layout: Layout, comm: Comm, probe_rows: int, scale: float
+    q: Tensor,
+    k: Tensor,
+    layout: Layout,
+    comm: Comm,
+    probe_rows: int,
+    scale: float,
+    groups: ProbeGroups | None = None,
 ) -> Scores:
     """Score this rank's keys and all block offsets.
 
@@ -52,7 +60,10 @@ def score_keys(
         comm: this rank's end of the ring.
         probe_rows: R, the last rows of the global sequence.
         scale: of the logits.
+        groups: with several documents, the rows that probe instead of the last.
     """
+    if groups is not None:
+        return _score_documents(q, k, layout, comm, groups, scale)
     kernels = _kernels(q)
     first_q = layout.seq_len - probe_rows
     blocks = _blocks(layout, comm.rank, q.device)
@@ -79,7 +90,87 @@ def score_keys(
         histogram = parts.new_zeros(*parts.shape[:2], layout.num_blocks, parts.shape[3])
         histogram[:, :, blocks] = parts
         parts = comm.all_reduce(histogram)  # each entry has one owner: exact
-    return Scores(vertical, fused(("fold",), _fold, parts), probe_rows)
+    row_blocks = _last_blocks(layout.num_blocks, vertical.shape[2], q.device)
+    return Scores(vertical, fused(("fold",), _fold, parts), probe_rows, row_blocks)
+
+
+@lru_cache(maxsize=64)
+def _last_blocks(num_blocks: int, count: int, device: torch.device) -> Tensor:
+    return torch.arange(num_blocks - count, num_blocks, device=device)[None]
+
+
+def _score_documents(
+    q: Tensor,
+    k: Tensor,
+    layout: Layout,
+    comm: Comm,
+    groups: ProbeGroups,
+    scale: float,
+) -> Scores:
+    """`score_keys` for rows of several documents. Groups are batch entries of their own
+    to the kernels, and the keys of an entry are read by its P groups."""
+    kernels, g = _kernels(q), layout.granularity
+    batch, count, size = groups.pos.shape
+    blocks = _blocks(layout, comm.rank, q.device)
+    rows = kernels.ProbeRows(groups.pos.flatten(0, 1), groups.start.flatten())
+    probe = _gather_rows(q, layout, comm, groups.pos.flatten(1))  # [B, H, R, D]
+    probe = probe.unflatten(2, (count, size)).transpose(1, 2).flatten(0, 1).contiguous()
+    row_max, row_sum = kernels.probe_row_stats(
+        probe, k, blocks, rows=rows, scale=scale, granularity=g
+    )  # [B P, H, N, R / P]
+    vertical, parts = kernels.probe_scores(
+        probe,
+        k,
+        _global_lse(row_max, row_sum, comm),
+        blocks,
+        rows=rows,
+        seq_len=layout.seq_len,
+        scale=scale,
+        granularity=g,
+    )  # [B P, H, RG, S_local], [B P, H, N, C]
+    if comm.size > 1:
+        histogram = parts.new_zeros(*parts.shape[:2], layout.num_blocks, parts.shape[3])
+        histogram[:, :, blocks] = parts
+        parts = comm.all_reduce(histogram)  # each entry has one owner: exact
+    touched = vertical.shape[2]  # RG, blocks that a group can touch
+    first_block = groups.pos[..., 0].long() // g  # [B, P]
+    row_blocks = first_block[..., None] + torch.arange(touched, device=q.device)
+
+    def fold(parts: Tensor, first_block: Tensor) -> Tensor:
+        return _fold_groups(parts.unflatten(0, (batch, count)), first_block, touched)
+
+    slash = fused(("fold_groups", batch, count, touched), fold, parts, first_block)
+    by_group = vertical.unflatten(0, (batch, count)).transpose(1, 2).flatten(2, 3)
+    return Scores(by_group, slash, count * size, row_blocks.flatten(1))
+
+
+def _gather_rows(q: Tensor, layout: Layout, comm: Comm, pos: Tensor) -> Tensor:
+    """The rows at positions `[B, R]`, of all ranks: [B, H, R, D]."""
+    index, owned = layout.local_index(pos, comm.rank)
+    entry = torch.arange(q.shape[0], device=q.device)[:, None]
+    rows = q.transpose(1, 2)[entry, index.long()].transpose(1, 2)
+    # Not a product with 0: NaN in the row that stands in would reach every rank.
+    rows = rows.masked_fill(~owned[:, None, :, None], 0.0)
+    return comm.all_reduce(rows)  # each row has one owner: exact in any dtype
+
+
+def _fold_groups(parts: Tensor, first_block: Tensor, touched: int) -> Tensor:
+    """Blocks' shares `[B, P, H, NB, C]` to offsets `[B, H, NB]`.
+
+    Column c of block kb stands for offset top - kb - RG + c, with top the last block
+    that a group can touch.
+    """
+    num_blocks, columns = parts.shape[3:]
+    offset = torch.arange(num_blocks, device=parts.device)
+    total = parts.new_zeros(parts.shape[0], *parts.shape[2:4], dtype=torch.float64)
+    for c in range(columns):
+        top = first_block + touched - 1
+        block = (top - touched + c)[..., None] - offset  # [B, P, NB]
+        inside = ((block >= 0) & (block < num_blocks))[:, :, None]
+        at = block.clamp(0, num_blocks - 1)[:, :, None].expand(parts.shape[:4])
+        found = parts[..., c].gather(3, at).double()
+        total += torch.where(inside, found, 0.0).sum(1)
+    return total.float()
 
 
 def check_probe_kernels(
@@ -199,12 +290,13 @@ def probe_recall(
     Exact over the union: a column counts where no slash keeps its block. Collective.
     """
     mass = scores.vertical.double()  # [B, H, RG, S_local]
-    groups = mass.shape[2]
     key_block = _blocks(layout, comm.rank, mass.device)  # [N]
-    query_block = layout.num_blocks - groups + torch.arange(groups, device=mass.device)
     bitmap = slash_bitmap(pattern, layout.num_blocks)
-    offset = layout.num_blocks + query_block[:, None] - key_block  # [RG, N]
-    kept_block = bitmap[:, :, offset]  # [B, H, RG, N]
+    offset = layout.num_blocks + scores.row_blocks[..., None] - key_block
+    # Rows that are not there, of a group at the end, have no mass.
+    offset = offset.clamp(max=bitmap.shape[-1] - 1)[:, None]  # [1 or B, 1, RG, N]
+    offset = offset.expand(*bitmap.shape[:2], -1, -1)
+    kept_block = bitmap.gather(-1, offset.flatten(2)).view(offset.shape)
     position = positions_on(layout, comm.rank, mass.device)
     position = position.expand(*pattern.vertical.shape[:2], -1).contiguous()
     if pattern.vertical.shape[-1]:

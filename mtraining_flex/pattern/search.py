@@ -15,6 +15,11 @@ from mtraining_flex.compat import fused
 from mtraining_flex.config import SparseAttention
 from mtraining_flex.layout import Layout, build_layout, positions_on
 from mtraining_flex.pattern.budget import LayerBudget, layer_budget, list_widths
+from mtraining_flex.pattern.documents import (
+    check_documents,
+    forced_sinks,
+    probe_groups,
+)
 from mtraining_flex.pattern.scores import Scores, score_keys
 from mtraining_flex.pattern.select import best, cut, rank_keys, take
 from mtraining_flex.pattern.types import VerticalSlash, dense_pattern
@@ -43,6 +48,7 @@ def find_pattern(
     group: ProcessGroup | Comm | None = None,
     layer: int | None = None,
     scale: float | None = None,
+    documents: Tensor | None = None,
 ) -> VerticalSlash:
     """What each head should keep of this sequence.
 
@@ -54,6 +60,8 @@ def find_pattern(
         group: the ring's process group; None is a sequence in one piece. Collective.
         layer: index into `config.budget_file`; needed if there is one.
         scale: of the logits, default `D ** -0.5`.
+        documents: int32 `[B, S]` of the whole sequence, the same on every rank: where
+            the document of each position begins. None is one document.
 
     Returns:
         The same pattern, bit for bit, on every rank, for any number of ranks and any
@@ -68,8 +76,10 @@ def find_pattern(
     if layout is None:
         layout = build_layout("striped", seq_len, comm.size, config.granularity)
     check_layout(layout, seq_len, comm.size, config.granularity)
+    if documents is not None:
+        check_documents(documents, q.shape[0], seq_len)
     if config.pattern == "dense":
-        return dense_pattern(layout.num_blocks, q.device)
+        return dense_pattern(layout.num_blocks, q.device, documents)
     if config.probe_rows > seq_len:
         raise ValueError(
             f"sparse_attention.probe_rows ({config.probe_rows}) must not exceed the "
@@ -83,7 +93,7 @@ def find_pattern(
         config.local_window,
         q.shape[-1] ** -0.5 if scale is None else scale,
     )
-    pattern, _ = search(q, k, budget, options, layout, comm)
+    pattern, _ = search(q, k, budget, options, layout, comm, documents)
     return pattern
 
 
@@ -111,19 +121,33 @@ def search(
     options: SearchOptions,
     layout: Layout,
     comm: Comm,
+    documents: Tensor | None = None,
 ) -> tuple[VerticalSlash, Scores]:
     """The search itself; also returns the scores, from which recall is read."""
-    scores = score_keys(q, k, layout, comm, options.probe_rows, options.scale)
-    if comm.size == 1:
+    groups = None
+    if documents is not None:
+        groups = probe_groups(documents, options.probe_rows)
+    scores = score_keys(q, k, layout, comm, options.probe_rows, options.scale, groups)
+    if comm.size == 1 and documents is None:
         return _select_alone(scores, budget, options, layout), scores
+    position = positions_on(layout, comm.rank, q.device)
+    forced: tuple[Tensor, ...] = ()
+    forced_count = None
+    if documents is not None and groups is not None and options.sink:
+        everywhere, forced_count = forced_sinks(documents, groups, options.sink)
+        forced = (everywhere[:, position],)
+    num_forced = options.sink if documents is None else 0
     candidates = fused(
-        ("column_keys", options.sink),
-        lambda mass, position: rank_keys(mass.sum(2), position, options.sink),
+        ("column_keys", num_forced, len(forced)),
+        lambda mass, position, *forced: rank_keys(
+            mass.sum(2), position, num_forced, *forced
+        ),
         scores.vertical,
-        positions_on(layout, comm.rank, q.device),
+        position,
+        *forced,
     )
     columns = best(candidates, options.max_vertical, comm)
-    vertical, num_vertical = take(columns, budget.vertical, options.sink)
+    vertical, num_vertical = take(columns, budget.vertical, num_forced, forced_count)
     candidates = fused(
         ("slash_keys", options.local_window),
         lambda mass, offset: rank_keys(mass, offset, options.local_window),
@@ -132,7 +156,8 @@ def search(
     )
     diagonals = best(candidates, options.max_slash)
     slash, num_slash = take(diagonals, budget.slash, options.local_window)
-    return VerticalSlash(slash, num_slash, vertical, num_vertical), scores
+    pattern = VerticalSlash(slash, num_slash, vertical, num_vertical, documents)
+    return pattern, scores
 
 
 def _select_alone(
@@ -154,8 +179,8 @@ def _select_alone(
     ) -> tuple[Tensor, ...]:
         columns = best(rank_keys(mass.sum(2), position, sink), widths[0])
         diagonals = best(rank_keys(slash_mass, offset, window), widths[1])
-        vertical, num_vertical = cut(columns, threshold, cap, sink)
-        slash, num_slash = cut(diagonals, slash_threshold, slash_cap, window)
+        vertical, num_vertical = cut(columns, threshold, cap, num_forced=sink)
+        slash, num_slash = cut(diagonals, slash_threshold, slash_cap, num_forced=window)
         return slash, num_slash, vertical, num_vertical
 
     found = fused(

@@ -23,15 +23,19 @@ _FORCED = 1 << 62
 _INDEX = (1 << 31) - 1
 
 
-def rank_keys(scores: Tensor, index: Tensor, num_forced: int) -> Tensor:
-    """int64 keys of entries with fp32 `scores` `[..., n]` and indices `[n]`.
+def rank_keys(
+    scores: Tensor, index: Tensor, num_forced: int, forced: Tensor | None = None
+) -> Tensor:
+    """int64 keys of entries with fp32 `scores` `[B, H, n]` and indices `[n]`.
 
-    Indices below `num_forced` rank first. NaN scores, of NaN queries or keys, rank
+    Indices below `num_forced`, or those that `forced` (bool `[B, n]`) names, rank
+    first. NaN scores, of NaN queries or keys, rank
     anywhere; indices stay in range, and the attention itself is NaN then.
     """
     bits = scores.contiguous().view(torch.int32).long()
     keys = (bits << 31) | (_INDEX - index.long())
-    return torch.where(index < num_forced, keys | _FORCED, keys)
+    first = index < num_forced if forced is None else forced[:, None]
+    return torch.where(first, keys | _FORCED, keys)
 
 
 def best(keys: Tensor, width: int, comm: Comm | None = None) -> Tensor:
@@ -44,24 +48,36 @@ def best(keys: Tensor, width: int, comm: Comm | None = None) -> Tensor:
     return keys
 
 
-def take(keys: Tensor, budget: Budget, num_forced: int) -> tuple[Tensor, Tensor]:
+def take(
+    keys: Tensor, budget: Budget, num_forced: int, forced_count: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Cut ranked keys at the budget.
+
+    Args:
+        forced_count: int64 `[B]`, instead of `num_forced`.
 
     Returns:
         The indices, int32 `[B, H, width]`, ascending and padded with SENTINEL, and
         their number, int32 `[B, H]`.
     """
+    counts = () if forced_count is None else (forced_count,)
     return fused(
-        ("cut", num_forced),
+        ("cut", num_forced, len(counts)),
         partial(cut, num_forced=num_forced),
         keys,
         budget.threshold,
         budget.cap,
+        *counts,
     )
 
 
 def cut(
-    keys: Tensor, threshold: Tensor, cap: Tensor, num_forced: int
+    keys: Tensor,
+    threshold: Tensor,
+    cap: Tensor,
+    forced_count: Tensor | None = None,
+    *,
+    num_forced: int,
 ) -> tuple[Tensor, Tensor]:
     """`take`, as operations of a graph."""
     bits = (keys >> 31) & _INDEX
@@ -69,7 +85,11 @@ def cut(
     reached = mass.cumsum(-1)  # exact: integers
     # All entries before the one that reaches the threshold, and that one.
     count = (reached < threshold[:, None]).sum(-1) + 1  # [B, H]
-    count = torch.minimum(count.clamp(num_forced, keys.shape[-1]), cap)
+    if forced_count is None:
+        count = count.clamp(min=num_forced)
+    else:
+        count = torch.maximum(count, forced_count[:, None])
+    count = torch.minimum(count.clamp(max=keys.shape[-1]), cap)
     index = (_INDEX - (keys & _INDEX)).int()
     rank = torch.arange(keys.shape[-1], device=keys.device)
     index = torch.where(rank < count[..., None], index, SENTINEL)

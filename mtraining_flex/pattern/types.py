@@ -23,14 +23,17 @@ SENTINEL = 2**30
 class VerticalSlash:
     """The sparse pattern of one layer; every index is global.
 
-    A causal pair is kept iff `q_pos // g - k_pos // g` is a slash or `k_pos` a
-    vertical. B and H may be 1, which stands for every batch entry or head.
+    A causal pair of one document is kept iff `q_pos // g - k_pos // g` is a slash or
+    `k_pos` a vertical. B and H may be 1, which stands for every batch entry or head.
     """
 
     slash: Tensor  # int32 [B, H, NS] block offsets, ascending, padded with SENTINEL
     num_slash: Tensor  # int32 [B, H]
     vertical: Tensor  # int32 [B, H, NV] key positions, ascending, padded with SENTINEL
     num_vertical: Tensor  # int32 [B, H]
+    documents: Tensor | None = None
+    """int32 [B, S]: where the document of each position begins, the same for all heads.
+    None is one document."""
 
     def __post_init__(self) -> None:
         for name in ("slash", "num_slash", "vertical", "num_vertical"):
@@ -46,12 +49,25 @@ class VerticalSlash:
                 f"{tuple(self.slash.shape)}, {tuple(self.num_slash.shape)}, "
                 f"{tuple(self.vertical.shape)}, {tuple(self.num_vertical.shape)}"
             )
+        documents = self.documents
+        if documents is not None and (
+            documents.ndim != 2 or documents.dtype != torch.int32
+        ):
+            raise ValueError(
+                f"documents must be int32 [B, S], got {documents.dtype} "
+                f"{tuple(documents.shape)}"
+            )
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What the search finds."""
         return self.slash, self.num_slash, self.vertical, self.num_vertical
 
     def to(self, device: torch.device | str) -> "VerticalSlash":
-        return VerticalSlash(*(t.to(device) for t in self.tensors()))
+        documents = None if self.documents is None else self.documents.to(device)
+        slash, num_slash, vertical, num_vertical = (
+            t.to(device) for t in self.tensors()
+        )
+        return VerticalSlash(slash, num_slash, vertical, num_vertical, documents)
 
 
 def pack_pattern(
@@ -60,6 +76,7 @@ def pack_pattern(
     *,
     max_slash: int | None = None,
     max_vertical: int | None = None,
+    documents: Tensor | None = None,
     device: torch.device | str = "cpu",
 ) -> VerticalSlash:
     """Build a `VerticalSlash` from Python lists `[batch][head] -> entries`.
@@ -72,7 +89,8 @@ def pack_pattern(
     """
     slash, num_slash = _pack(slashes, max_slash, "max_slash", least=1)
     vertical, num_vertical = _pack(verticals, max_vertical, "max_vertical", least=0)
-    return VerticalSlash(slash, num_slash, vertical, num_vertical).to(device)
+    pattern = VerticalSlash(slash, num_slash, vertical, num_vertical, documents)
+    return pattern.to(device)
 
 
 def _pack(
@@ -92,12 +110,15 @@ def _pack(
     )
 
 
-def dense_pattern(num_blocks: int, device: torch.device | str) -> VerticalSlash:
+def dense_pattern(
+    num_blocks: int, device: torch.device | str, documents: Tensor | None = None
+) -> VerticalSlash:
     """Every block offset and no vertical: causal dense attention, [1, 1] heads."""
     slash = torch.arange(num_blocks, dtype=torch.int32, device=device)
     count = torch.full((1, 1), num_blocks, dtype=torch.int32, device=device)
     empty = torch.empty(1, 1, 0, dtype=torch.int32, device=device)
-    return VerticalSlash(slash.view(1, 1, -1), count, empty, torch.zeros_like(count))
+    found = slash.view(1, 1, -1), count, empty, torch.zeros_like(count)
+    return VerticalSlash(*found, documents=documents)
 
 
 def slash_bitmap(pattern: VerticalSlash, num_blocks: int) -> Tensor:

@@ -149,7 +149,7 @@ def _forward(
         return flex_forward(kernels, q, k, v, block_mask, rest[8:], scale)
 
     args = (q, k, v, *mask.tables.tensors(), *mask.kernel_mask[1])
-    return compiled(("forward", kernels, mask.kind, scale), call, args)(*args)
+    return compiled(("forward", kernels, mask.name, scale), call, args)(*args)
 
 
 def _backward(
@@ -180,7 +180,7 @@ def _backward(
         )
 
     args = (dout, q, k, v, out, lse, *mask.tables.tensors(), *mask.kernel_mask[1])
-    return compiled(("backward", kernels, mask.kind, scale), call, args)(*args)
+    return compiled(("backward", kernels, mask.name, scale), call, args)(*args)
 
 
 @lru_cache(maxsize=32)

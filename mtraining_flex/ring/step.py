@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mtraining_flex.block_mask import MASKS, StepMask, slash_mask
+from mtraining_flex.block_mask import StepMask
 from mtraining_flex.ring.merge import compute_dtype
 
 # Logits of eager math at a time, over all heads.
@@ -228,7 +228,7 @@ def _allowed(q: Tensor, mask: StepMask, rows: slice, keys: int) -> Tensor:
     if mask.kind == "slash":
         # One index for all heads, which is much faster than one for each.
         every = slice(None)
-        return slash_mask(every, every, q_idx, kv_idx, *mask.buffers)
+        return mask.truth(every, every, q_idx, kv_idx, *mask.buffers)
     b = torch.arange(bitmap.shape[0], device=device)[:, None, None, None]
     h = torch.arange(bitmap.shape[1], device=device)[:, None, None]
-    return MASKS[mask.kind](b, h, q_idx, kv_idx, *mask.buffers)
+    return mask.truth(b, h, q_idx, kv_idx, *mask.buffers)

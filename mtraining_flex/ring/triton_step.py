@@ -46,6 +46,7 @@ class TritonStep:
             *_arguments(part, columns),
             scale=scale,
             granularity=part.mask.granularity,
+            **_documents(part, columns),
             running=running,
             dtype=dtype,
             check=False,
@@ -75,6 +76,7 @@ class TritonStep:
             done.delta,
             slashes,
             cols,
+            **_documents(part, columns),
             scale=scale,
             granularity=part.mask.granularity,
             running=running,
@@ -115,5 +117,19 @@ def _arguments(part: Part, columns: Part | None) -> tuple[Any, ...]:
                 lists.q_blocks,
                 lists.before,
                 lists.visible,
+                lists.documents,
             )
     return k, v, slashes, cols
+
+
+def _documents(part: Part, columns: Part | None) -> dict[str, Any]:
+    """Documents of a call's queries and keys; a column's are with it."""
+    named: dict[str, Any] = {}
+    for each in (part, columns):
+        if each is None:
+            continue
+        lists = each.mask.lists
+        named["q_doc"] = lists.q_documents
+        if isinstance(lists, SlashLists):
+            named["k_doc"] = lists.k_documents
+    return named

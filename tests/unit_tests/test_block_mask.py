@@ -1,6 +1,8 @@
 """Block tables index exactly what `mask_mod` says, and no pair is computed twice."""
 
+import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -31,7 +33,12 @@ from mtraining_flex.pattern.types import (
 from mtraining_flex.reference import allowed_pairs
 from mtraining_flex.ring.schedule import ring_sources
 from mtraining_flex.ring.step import EagerStep, Part
-from tests.helpers import assert_close, random_pattern, random_qkv
+from tests.helpers import (
+    assert_close,
+    random_documents,
+    random_pattern,
+    random_qkv,
+)
 
 G = 4  # granularity
 SIZES = (1, 2, 3, 4, 8)
@@ -299,6 +306,52 @@ def test_every_shard_is_at_one_rank_in_every_step() -> None:
         assert torch.equal(sources.sort(1).values, ranks.expand(size, size))
         # What a rank has at a step, the previous rank had before.
         assert torch.equal(sources[:, 1:], sources.roll(1, 0)[:, :-1])
+
+
+# Documents
+
+
+@every_layout
+@every_size
+@pytest.mark.parametrize("shared", [False, True])
+def test_documents_cut_tables_and_mask(name: str, cp_size: int, shared: bool) -> None:
+    for seed, (layout, pattern) in enumerate(_cases(name, cp_size, 3, 2)):
+        if shared:  # one pattern for all batch entries
+            pattern = VerticalSlash(*(t[:1].contiguous() for t in pattern.tensors()))
+        documents = random_documents(3, layout.seq_len, seed)
+        pattern = replace(pattern, documents=documents)
+        bitmap = slash_bitmap(pattern, layout.num_blocks)
+        expected = allowed_pairs(pattern, layout.seq_len, G)
+        total = torch.zeros_like(expected, dtype=torch.int64)
+        for q_rank in range(cp_size):
+            q_pos = layout.positions(q_rank)
+            for kv_rank in range(cp_size):
+                mask = slash_step(pattern, bitmap, layout, q_rank, kv_rank, (3, 2))
+                partial, full = _blocks(mask)
+                truth = _truth(mask, 3, 2)
+                assert torch.equal(_executed(mask), truth.long())
+                by_block = truth.unflatten(2, (-1, G)).unflatten(4, (-1, G))
+                every = by_block.all(-1).all(3)
+                assert torch.equal(full.bool(), every)
+                some = by_block.any(-1).any(3) & ~every
+                assert torch.equal(partial.bool(), some)
+                count = (partial + full).sum((2, 3))
+                assert torch.equal(mask.tables.executed(), count)
+                assert torch.equal(mask.lists.executed(), count)
+                total[:, :, q_pos[:, None], layout.positions(kv_rank)] += truth
+            if pattern.vertical.shape[-1] == 0:
+                continue
+            mask = vertical_step(pattern, bitmap, layout, q_rank, (3, 2))
+            columns = pad_columns(pattern.vertical, G).expand(3, 2, -1)
+            truth = _truth(mask, 3, 2)
+            pairs = _tokens(_blocks(mask)[0], G) * truth
+            assert torch.equal(pairs, truth.long())
+            for b, h in itertools.product(range(3), range(2)):
+                kept = columns[b, h] < SENTINEL
+                assert not pairs[b, h][:, ~kept].any()
+                where = q_pos[:, None], columns[b, h][kept].long()
+                total[b, h].index_put_(where, pairs[b, h][:, kept], accumulate=True)
+        assert torch.equal(total, expected.long())
 
 
 # Shapes of patterns

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mtraining_flex import selftest
 from mtraining_flex import sentinel as sentinel_module
+from mtraining_flex.block_mask import MASKS
 from mtraining_flex.config import Ring
 from mtraining_flex.config import SparseAttention as SparseConfig
 from mtraining_flex.layout import LAYOUTS, Layout, build_layout, shard_batch
@@ -194,14 +195,14 @@ def positions_not_permuted(patch: Patch) -> None:
 
 def diagonal_not_masked(patch: Patch) -> None:
     """A query sees the keys behind it in its own block."""
-    mask = step_module.slash_mask
+    mask = MASKS["slash"]
 
     def seen(b: Any, h: Any, q: Tensor, kv: Tensor, *buffers: Tensor) -> Tensor:
         q_pos, kv_pos = buffers[:2]
         same = q_pos[q] // G == kv_pos[kv] // G
         return mask(b, h, q, kv, *buffers) | (same & (kv_pos[kv] > q_pos[q]))
 
-    patch.setattr(step_module, "slash_mask", seen)
+    patch.setitem(MASKS, "slash", seen)
     last = step_module._tiles
 
     def all_keys(q: Tensor, mask: Any) -> Iterator[tuple[slice, int]]:
@@ -217,7 +218,7 @@ def mask_dropped(patch: Patch) -> None:
         seen = buffers[1][kv] <= buffers[0][q]
         return seen.expand(1, HEADS[1], *seen.shape)
 
-    patch.setattr(step_module, "slash_mask", causal)
+    patch.setitem(MASKS, "slash", causal)
 
 
 def column_counted_twice(patch: Patch) -> None:
@@ -226,7 +227,7 @@ def column_counted_twice(patch: Patch) -> None:
     def all_columns(b: Any, h: Any, q: Any, kv: Any, *buffers: Tensor) -> Tensor:
         return buffers[1][b, h, kv] <= buffers[0][q]
 
-    patch.setitem(step_module.MASKS, "vertical", all_columns)
+    patch.setitem(MASKS, "vertical", all_columns)
 
 
 def dkv_one_hop_short(patch: Patch) -> None:
