@@ -1,7 +1,9 @@
 """Documents in, sequences of equal length out, exactly resumable.
 
 The path: documents -> the share of one data-parallel rank -> tokens, with one EOS and
-(if the tokenizer has it) one BOS for each document -> one line of tokens -> cuts.
+(if the tokenizer has it) one BOS for each document -> one line of tokens -> cuts. With
+dataset "tokens" the second arrow is behind us (`recipes.prepare_data`), and the line is
+the same.
 
     tokens     t0 t1 t2 ... tS  ...           S = seq_len
     sequence 0 inputs t0 .. t(S-1)   labels t1 .. tS
@@ -26,6 +28,7 @@ sequences.
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import datasets
@@ -38,7 +41,9 @@ from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config import JobConfig
 from torchtitan.tools.logging import logger
 
+from mtraining_flex.data.encode import encode_document, tokenizer_identity
 from mtraining_flex.data.text import Documents, load_documents
+from mtraining_flex.data.tokens import COLUMN, difference, read_manifest
 
 Sample = tuple[dict[str, torch.Tensor], torch.Tensor]
 
@@ -84,7 +89,8 @@ class TextSequences(IterableDataset, Stateful):
     first document, or once from a loaded state: every validation sees the same text.
 
     Args:
-        documents: rows with a string "text"; a `datasets` object of either kind.
+        documents: rows with a string "text", or "tokens" that `encode_document` made;
+            by index, or a stream of `datasets`.
         tokenizer: torchtitan's; its own BOS and EOS settings are respected.
         seq_len: S, in tokens.
         dp_rank: which share to read.
@@ -115,7 +121,7 @@ class TextSequences(IterableDataset, Stateful):
             raise ValueError(f"{setting}.seq_len ({seq_len}) must be at least 1")
         self.num_documents: int | None = None
         self._stride, self._offset = dp_world_size, dp_rank
-        if isinstance(documents, datasets.Dataset):
+        if not isinstance(documents, datasets.IterableDataset):
             self.num_documents = len(documents)
             if self.num_documents < dp_world_size:
                 raise ValueError(
@@ -160,11 +166,11 @@ class TextSequences(IterableDataset, Stateful):
         low, high = self.shuffle_seed % 2**32, (self.shuffle_seed >> 32) % 2**32
         return np.random.RandomState([low, high, epoch % 2**32]).permutation(share)
 
-    def _texts(self, epoch: int, first: int) -> Iterator[tuple[int, str]]:
-        """(document, text) of this rank, from place `first` of its order."""
-        if self.num_documents is not None:
+    def _rows(self, epoch: int, first: int) -> Iterator[tuple[int, dict[str, Any]]]:
+        """(document, its row) of this rank, from place `first` of its order."""
+        if not isinstance(self._documents, datasets.IterableDataset):
             for index in self._order(epoch)[first:].tolist():
-                yield index, self._documents[index]["text"]
+                yield index, self._documents[index]
             return
         # `skip` counts rows, so it lands on the row we left; the library's own stream
         # state may land on the start of a chunk.
@@ -172,36 +178,22 @@ class TextSequences(IterableDataset, Stateful):
         for idx, row in enumerate(stream):
             if idx % self._stride == self._offset:
                 place = first + idx // self._stride
-                yield place * self.dp_world_size + self.dp_rank, row["text"]
+                yield place * self.dp_world_size + self.dp_rank, row
 
-    def _encode(self, document: int, text: str) -> np.ndarray:
-        """[T] int32 tokens with one BOS, if the tokenizer has one, and one EOS."""
-        if not isinstance(text, str):
-            raise ValueError(
-                f"{self._setting}.dataset: document {document} has no text, got "
-                f"{type(text).__name__}"
-            )
-        tokens = np.asarray(
-            self._tokenizer.encode(text, add_bos=True, add_eos=True), dtype=np.int32
-        )
-        # A text that spells the special token itself would make two of them.
-        bos_id, eos_id = (
-            getattr(self._tokenizer, "bos_id", None),
-            self._tokenizer.eos_id,
-        )
-        while bos_id is not None and len(tokens) > 1 and all(tokens[:2] == bos_id):
-            tokens = tokens[1:]
-        while eos_id is not None and len(tokens) > 1 and all(tokens[-2:] == eos_id):
-            tokens = tokens[:-1]
-        return tokens
+    def _encode(self, document: int, row: dict[str, Any]) -> np.ndarray:
+        """[T] int32 tokens of a document, encoded before or now."""
+        if COLUMN in row:
+            return np.asarray(row[COLUMN], dtype=np.int32)
+        where = f"{self._setting}.dataset: document {document}"
+        return encode_document(self._tokenizer, row["text"], where)
 
     def _pieces(self, start: Position) -> Iterator[_Piece]:
         """The encoded documents from a position on, epoch after epoch."""
         epoch, first, begin = start.epoch, start.document_idx, start.token_idx
         while True:
             num_tokens = 0
-            for idx, (document, text) in enumerate(self._texts(epoch, first), first):
-                tokens = self._encode(document, text)
+            for idx, (document, row) in enumerate(self._rows(epoch, first), first):
+                tokens = self._encode(document, row)
                 num_tokens += len(tokens)
                 if begin and begin >= len(tokens):
                     raise ValueError(
@@ -377,8 +369,11 @@ def _build(
             f"{setting}.dataloader.num_workers ({workers}) must be 0 or 1: a rank's "
             "documents make one line of tokens"
         )
+    documents = load_documents(section.dataset, section.dataset_path, setting=setting)
+    if section.dataset == "tokens":
+        _check_tokenizer(setting, section.dataset_path, tokenizer)
     sequences = TextSequences(
-        load_documents(section.dataset, section.dataset_path, setting=setting),
+        documents,
         tokenizer,
         section.seq_len,
         dp_rank=dp_rank,
@@ -399,3 +394,20 @@ def _build(
         dp_world_size=dp_world_size,
         **{**asdict(section.dataloader), "batch_size": section.local_batch_size},
     )
+
+
+def _check_tokenizer(setting: str, path: str, tokenizer: BaseTokenizer) -> None:
+    """See that the tokens of a folder are this run's tokenizer's.
+
+    Raises:
+        ValueError: names what differs, and both values.
+    """
+    made_with = read_manifest(Path(path).expanduser()).tokenizer
+    found = difference(tokenizer_identity(tokenizer), made_with)
+    if found is not None:
+        name, ours, theirs = found
+        where = getattr(tokenizer, "tokenizer_path", "")
+        raise ValueError(
+            f"{setting}.dataset_path ('{path}') was made with another tokenizer: "
+            f"{name} is {theirs} there and {ours} in model.hf_assets_path ('{where}')"
+        )

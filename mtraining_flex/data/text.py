@@ -5,10 +5,17 @@
 | "stdlib" | none | Python's standard library, in memory (mtraining_flex.data.corpus) |
 | "local" | file, folder or glob of .jsonl, .parquet, .txt | map style |
 | "hub" | Hugging Face dataset id, `id[:config[:split]]` | stream |
+| "mds" | folder of mosaicml-streaming with a text column | map style, mapped |
+| "tokens" | folder that `recipes.prepare_data` wrote | map style, mapped |
 
-Every source ends as a dataset with one document in each row and a column "text". Map
-style means that any document can be had by its index, so that order and resume are
-exact and cheap; a stream is read from the front.
+Every source ends as a dataset with one document in each row and a column "text", or
+"tokens" for the last. Map style means that any document can be had by its index, so
+that order and resume are exact and cheap; a stream is read from the front. Mapped files
+may exceed memory.
+
+An MDS whose column is tokens (ProLong's `input_ids`) is refused: nothing in it says
+which tokenizer made them. `recipes.prepare_data --source-tokenizer` makes them text and
+tokens of the run's own tokenizer.
 """
 
 import glob
@@ -17,18 +24,19 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import datasets
 
 from mtraining_flex.data.corpus import stdlib_documents
+from mtraining_flex.data.mds import MdsFolder, is_text
+from mtraining_flex.data.tokens import load_tokens
 
 logger = logging.getLogger(__name__)
 
-Documents: TypeAlias = datasets.Dataset | datasets.IterableDataset
-
-SOURCES = ("stdlib", "local", "hub")
+SOURCES = ("stdlib", "local", "hub", "mds", "tokens")
 TEXT_COLUMNS = ("text", "content")
+TOKEN_COLUMNS = ("input_ids", "tokens")
 # Suffix -> the reader in the `datasets` library and its options. The order is the order
 # of the documents when a folder mixes formats.
 FORMATS: dict[str, tuple[str, dict[str, str]]] = {
@@ -38,33 +46,62 @@ FORMATS: dict[str, tuple[str, dict[str, str]]] = {
 }
 
 
+class MdsTexts:
+    """The text column of an MDS folder, a document by index.
+
+    Args:
+        folder: the samples.
+        column: its name.
+    """
+
+    column_names = ["text"]
+
+    def __init__(self, folder: MdsFolder, column: str):
+        self._folder, self._column = folder, column
+
+    def __len__(self) -> int:
+        return len(self._folder)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """`{"text": ...}`."""
+        return {"text": self._folder.sample(index, [self._column])[self._column]}
+
+
+Documents: TypeAlias = datasets.Dataset | datasets.IterableDataset | MdsTexts
+
+
 def load_documents(
     dataset: str,
     dataset_path: str | None = None,
     *,
-    setting: str = "training",
+    setting: str | None = "training",
     streaming: bool | None = None,
+    column: str | None = None,
 ) -> Documents:
     """The documents that a section of the configuration selects.
 
     Args:
-        dataset: "stdlib", "local" or "hub".
+        dataset: one of `SOURCES`.
         dataset_path: see the module's table; an empty string counts as none.
-        setting: section of the configuration, for messages.
+        setting: section of the configuration, for messages; None names the flags of
+            `recipes.prepare_data` instead.
         streaming: read from the front instead of by index; None takes the table's way.
+            Without meaning for "mds" and "tokens", which are always read by index.
+        column: that holds the text; None takes "text" or "content".
 
     Returns:
-        A dataset with a column "text", one document in each row.
+        A dataset with a column "text" or (dataset "tokens") "tokens", one document in
+        each row.
 
     Raises:
         ValueError: names the setting and its value: an unknown source, a path that does
             not exist or holds no document, a file that cannot be read, no text column.
     """
-    name = f"{setting}.dataset"
+    name, path_name = setting_names(setting)
     if dataset == "stdlib":
         if dataset_path:
             raise ValueError(
-                f"{name}_path ('{dataset_path}') has no meaning with {name} 'stdlib'; "
+                f"{path_name} ('{dataset_path}') has no meaning with {name} 'stdlib'; "
                 f"remove it, or set {name} to 'local' or 'hub'"
             )
         documents = stdlib_documents()
@@ -73,12 +110,24 @@ def load_documents(
         raise ValueError(f"{name} ('{dataset}') must be one of {list(SOURCES)}")
     if not dataset_path:
         raise ValueError(
-            f"{name}_path ({dataset_path!r}) must be set with {name} '{dataset}'"
+            f"{path_name} ({dataset_path!r}) must be set with {name} '{dataset}'"
         )
-    with _naming(f"{name}_path", dataset_path):
-        if dataset == "local":
-            return _load_local(dataset_path, streaming=bool(streaming))
-        return _load_hub(dataset_path, streaming=streaming is not False)
+    with _naming(path_name, dataset_path):
+        match dataset:
+            case "local":
+                return _load_local(dataset_path, bool(streaming), column)
+            case "mds":
+                return _load_mds(dataset_path, column)
+            case "tokens":
+                return load_tokens(Path(dataset_path).expanduser())
+        return _load_hub(dataset_path, streaming is not False, column)
+
+
+def setting_names(setting: str | None) -> tuple[str, str]:
+    """What the dataset and its path are called: in a section, or as flags (None)."""
+    if setting is None:
+        return "--dataset", "--dataset-path"
+    return f"{setting}.dataset", f"{setting}.dataset_path"
 
 
 @contextmanager
@@ -88,9 +137,10 @@ def _naming(setting: str, value: str) -> Iterator[None]:
         yield
     except StopIteration as error:  # how the library's JSON reader meets an empty file
         raise ValueError(f"{setting} ('{value}'): holds no document") from error
-    except (ValueError, FileNotFoundError, datasets.exceptions.DatasetsError) as error:
+    except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
         # The library wraps the reader's own error, and that one says what is wrong.
-        reason = error.__cause__ or error
+        wrapped = isinstance(error, datasets.exceptions.DatasetsError)
+        reason = (wrapped and error.__cause__) or error
         raise ValueError(f"{setting} ('{value}'): {reason}") from error
 
 
@@ -140,7 +190,7 @@ def find_files(path: str) -> list[Path]:
     return readable
 
 
-def _load_local(path: str, streaming: bool) -> Documents:
+def _load_local(path: str, streaming: bool, column: str | None) -> Documents:
     files = find_files(path)
     parts = []
     for suffix, (reader, options) in FORMATS.items():
@@ -150,7 +200,7 @@ def _load_local(path: str, streaming: bool) -> Documents:
         part = datasets.load_dataset(
             reader, data_files=chosen, split="train", streaming=streaming, **options
         )
-        parts.append(_only_text(part, f"its {suffix} files"))
+        parts.append(_only_text(part, f"its {suffix} files", column))
         if suffix == ".txt" and not streaming:
             assert len(part) == len(chosen), (len(part), len(chosen))
     # Each part is text alone by now, so formats can be mixed.
@@ -160,7 +210,7 @@ def _load_local(path: str, streaming: bool) -> Documents:
 # ---- the hub ------------------------------------------------------------------------
 
 
-def _load_hub(path: str, streaming: bool) -> Documents:
+def _load_hub(path: str, streaming: bool, column: str | None) -> Documents:
     dataset_id, *rest = path.split(":")
     if len(rest) > 2:
         raise ValueError("must be a dataset id, id:config or id:config:split")
@@ -171,7 +221,7 @@ def _load_hub(path: str, streaming: bool) -> Documents:
         part = datasets.load_dataset(
             dataset_id, config, split=split, streaming=streaming
         )
-        return _only_text(part, f"split '{split}'")
+        return _only_text(part, f"split '{split}'", column)
 
     if streaming:
         try:
@@ -181,10 +231,58 @@ def _load_hub(path: str, streaming: bool) -> Documents:
     return load(streaming=False)
 
 
+# ---- MDS ----------------------------------------------------------------------------
+
+
+def open_mds(path: str) -> MdsFolder:
+    """The MDS folder of a path.
+
+    Raises:
+        ValueError: nothing is there, or nothing that can be read.
+    """
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        raise ValueError("no such folder")
+    return MdsFolder(folder)
+
+
+def _load_mds(path: str, column: str | None) -> MdsTexts:
+    folder = open_mds(path)
+    columns = folder.columns
+    column = _text_column(list(columns), "its samples", column)
+    if not is_text(columns[column]):
+        raise ValueError(f"column '{column}' is {columns[column]}, not text{_TOKENS}")
+    return MdsTexts(folder, column)
+
+
 # ---- columns ------------------------------------------------------------------------
 
 
-def _only_text(part: Documents, where: str) -> Documents:
+_TOKENS = (
+    "; tokens need `python -m recipes.prepare_data --dataset mds --source-tokenizer "
+    "DIR`, with the tokenizer that made them"
+)
+
+
+def _text_column(columns: list[str], where: str, column: str | None) -> str:
+    """The column to read.
+
+    Raises:
+        ValueError: there is none; lists the columns there are.
+    """
+    for name in TEXT_COLUMNS if column is None else (column,):
+        if name in columns:
+            return name
+    wanted = TEXT_COLUMNS if column is None else (column,)
+    tokens = _TOKENS if set(columns) & set(TOKEN_COLUMNS) else ""
+    raise ValueError(
+        f"{where} have the columns {columns}; one must be named "
+        + " or ".join(f"'{name}'" for name in wanted)
+        + tokens
+    )
+
+
+def _only_text(part: Any, where: str, column: str | None) -> Any:
     """The text column alone, under the name "text" and as strings.
 
     Raises:
@@ -197,12 +295,7 @@ def _only_text(part: Documents, where: str) -> Documents:
         columns = [] if first is None else list(first)
     if not columns or (not streaming and len(part) == 0):
         raise ValueError(f"{where} hold no document")
-    column = next((name for name in TEXT_COLUMNS if name in columns), None)
-    if column is None:
-        raise ValueError(
-            f"{where} have the columns {columns}; one must be named "
-            + " or ".join(f"'{name}'" for name in TEXT_COLUMNS)
-        )
+    column = _text_column(columns, where, column)
     if not streaming:
         dtype = getattr(part.features[column], "dtype", None)
         if dtype not in ("string", "large_string"):
