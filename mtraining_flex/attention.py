@@ -19,6 +19,7 @@ from mtraining_flex.config import Ring, resolve_inner_degree
 from mtraining_flex.config import SparseAttention as SparseConfig
 from mtraining_flex.layout import Layout, build_layout
 from mtraining_flex.pattern.budget import layer_budget, list_widths
+from mtraining_flex.pattern.documents import check_documents
 from mtraining_flex.pattern.search import check_layout
 from mtraining_flex.pattern.types import VerticalSlash, dense_pattern
 from mtraining_flex.ring import ops
@@ -46,7 +47,7 @@ def sparse_attention(
     Args:
         q: `[B, H, S, D]`; with a mesh, this rank's shard in the layout's order.
         k: `[B, HK, S, D]`, HK divides H; v likewise.
-        pattern: of the global sequence, the same on every rank.
+        pattern: of the global sequence, the same on every rank; its documents too.
         granularity: tokens per block.
         layout: order of the shards; None is striped.
         mesh: one-dimensional mesh of the ring; None is a sequence in one piece.
@@ -69,7 +70,16 @@ def sparse_attention(
     if layout is None:
         layout = build_layout("striped", seq_len, comm.size, granularity)
     check_layout(layout, seq_len, comm.size, granularity)
-    resolve_backend(backend, q.device.type, granularity, q.dtype, q.shape[-1])
+    if pattern.documents is not None:
+        check_documents(pattern.documents, q.shape[0], seq_len)
+    resolve_backend(
+        backend,
+        q.device.type,
+        granularity,
+        q.dtype,
+        q.shape[-1],
+        pattern.documents is not None,
+    )
     out, _ = ops.ring_attention(
         q,
         k,
@@ -82,6 +92,7 @@ def sparse_attention(
         *ring.transport,
         backend,
         q.shape[-1] ** -0.5 if scale is None else scale,
+        pattern.documents,
     )
     return out
 
@@ -214,7 +225,13 @@ class SparseAttention(nn.Module):
         return 1 if self.plan is None else self.plan.layouts[0].cp_size
 
     def find(
-        self, q: Tensor, k: Tensor, plan: _Plan, layout: Layout, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        plan: _Plan,
+        layout: Layout,
+        scale: float,
+        documents: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
         """The tensors of this call's pattern."""
         if plan.config.pattern == "dense":
@@ -232,6 +249,7 @@ class SparseAttention(nn.Module):
             plan.config.local_window,
             plan.config.probe_rows,
             scale,
+            documents,
         )
 
     def forward(
@@ -243,6 +261,7 @@ class SparseAttention(nn.Module):
         scale: float | None = None,
         is_causal: bool = True,
         enable_gqa: bool = True,
+        documents: Tensor | None = None,
         **unsupported: Any,
     ) -> Tensor:
         """`[B, H, S, D]` from q `[B, H, S, D]` and k, v `[B, HK, S, D]`.
@@ -250,9 +269,14 @@ class SparseAttention(nn.Module):
         Local shards in the layout's order, or DTensors sharded on dimension 2; returns
         the same kind.
 
+        Args:
+            documents: int32 `[B, S]` of the whole sequence, the same on every rank:
+                where the document of each position begins. None is one document.
+
         Raises:
-            ValueError: not configured, a length that no layout has, or an argument
-                that this attention would have to ignore (a mask, dropout).
+            ValueError: not configured, a length that no layout has, documents that do
+                not fit, or an argument that this attention would have to ignore (a
+                mask, dropout).
         """
         ignored = [name for name, value in unsupported.items() if _asks(value)]
         if ignored or not is_causal:
@@ -261,7 +285,7 @@ class SparseAttention(nn.Module):
                 f"{ignored or 'is_causal=False'}"
             )
         if isinstance(q, DTensor):
-            return self._forward_dtensor(q, k, v, scale)
+            return self._forward_dtensor(q, k, v, scale, documents)
         plan = self.plan
         if plan is None:
             raise ValueError(
@@ -281,6 +305,8 @@ class SparseAttention(nn.Module):
                 f"sparse_attention.budget_file was read for {plan.heads} heads, this "
                 f"attention has {q.shape[1]}"
             )
+        if documents is not None:
+            check_documents(documents, q.shape[0], layout.seq_len)
         if not enable_gqa and q.shape[1] != k.shape[1]:
             raise ValueError(
                 f"enable_gqa=False needs as many kv heads ({k.shape[1]}) as query "
@@ -291,7 +317,7 @@ class SparseAttention(nn.Module):
             q,
             k,
             v,
-            *self.find(q, k, plan, layout, scale),
+            *self.find(q, k, plan, layout, scale, documents),
             self.layer,
             plan.comm_name,
             layout.name,
@@ -299,15 +325,21 @@ class SparseAttention(nn.Module):
             *plan.ring.transport,
             plan.config.backend,
             scale,
+            documents,
         )
         return out
 
     def _forward_dtensor(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float | None,
+        documents: Tensor | None,
     ) -> Tensor:
         local = [_local(name, x) for name, x in (("q", q), ("k", k), ("v", v))]
         assert isinstance(q, DTensor)
-        out = self.forward(*local, scale=scale)
+        out = self.forward(*local, scale=scale, documents=documents)
         return DTensor.from_local(out, q.device_mesh, q.placements, run_check=False)
 
 

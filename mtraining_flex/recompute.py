@@ -55,6 +55,7 @@ class Head:
     slash: Tensor  # bool [NB], by block offset
     vertical: Tensor  # bool [S], by position
     granularity: int
+    documents: Tensor | None = None  # int32 [S], where the document begins
 
     @classmethod
     def of(
@@ -66,11 +67,14 @@ class Head:
             _marked(pattern.slash[b, h], pattern.num_slash[b, h], layout.num_blocks),
             _marked(pattern.vertical[b, h], pattern.num_vertical[b, h], layout.seq_len),
             layout.granularity,
+            None if pattern.documents is None else pattern.documents[batch],
         )
 
     def keeps(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
         """Which pairs: bool [R, T] of positions [R] and [T]."""
         causal = k_pos <= q_pos[:, None]
+        if self.documents is not None:
+            causal &= self.documents[q_pos][:, None] == self.documents[k_pos]
         offset = q_pos[:, None] // self.granularity - k_pos // self.granularity
         in_slash = self.slash[offset.clamp(min=0)]
         return causal & (in_slash | self.vertical[k_pos])
@@ -199,12 +203,13 @@ def expected_blocks(
     """Blocks that a rank must execute at each step: int64 [W + 1].
 
     A slash d asks query block a for key block a - d, at the step in which its owner's
-    keys are here. The last number is the vertical step: query block a walks the columns
+    keys are here, unless that block ends before the document of a's first query. The
+    last number is the vertical step: query block a walks the columns
     before its end, in blocks of g.
 
     Args:
         sources: rank whose keys are here at each step.
-        heads: (B, H) of the call; a pattern of one head stands for all.
+        heads: (B, H) of the call; a pattern of one head or entry stands for all.
     """
     g, device = layout.granularity, pattern.slash.device
     owner = torch.empty(layout.num_blocks, dtype=torch.int64, device=device)
@@ -213,19 +218,25 @@ def expected_blocks(
     rows = positions(layout, cp_rank, device)[::g] // g  # [N]
     by_source = torch.zeros(layout.cp_size + 1, dtype=torch.int64, device=device)
     columns = torch.zeros((), dtype=torch.int64, device=device)
-    for b in range(pattern.slash.shape[0]):
+    documents, shared = pattern.documents, pattern.slash.shape[0] == 1
+    batch = pattern.slash.shape[0] if documents is None else documents.shape[0]
+    for b in range(batch):
         for h in range(pattern.slash.shape[1]):
             head = Head.of(pattern, layout, b, h)
-            offsets = pattern.slash[b, h].long()
+            offsets = pattern.slash[0 if shared else b, h].long()
             place = torch.arange(offsets.numel(), device=device)
             keys = rows - offsets[:, None]  # [NS, N]
-            real = (place < pattern.num_slash[b, h])[:, None] & (keys >= 0)
+            num_slash = pattern.num_slash[0 if shared else b, h]
+            real = (place < num_slash)[:, None] & (keys >= 0)
+            if head.documents is not None:
+                end = (keys.clamp(min=0) + 1) * g - 1
+                real &= head.documents[end] >= head.documents[rows * g]
             source = torch.where(real, owner[keys.clamp(min=0)], layout.cp_size)
             by_source += torch.bincount(source.flatten(), minlength=layout.cp_size + 1)
             before = head.vertical.long().cumsum(0)[(rows + 1) * g - 1]
             columns += ((before + g - 1) // g).sum()
     result = torch.cat([by_source[torch.tensor(sources, device=device)], columns[None]])
-    return result * (heads[0] * heads[1] // pattern.num_slash.numel())
+    return result * (heads[0] * heads[1] // (batch * pattern.slash.shape[1]))
 
 
 def _probs(

@@ -260,7 +260,10 @@ def _lse_error(actual: Tensor, exact: Tensor) -> float:
 
 def _unlike_rank_0(call: Call) -> float:
     """How many of the numbers of this rank's pattern are not those of rank 0."""
-    numbers = torch.cat([x.flatten() for x in call.pattern.tensors()])
+    tensors = [x.flatten() for x in call.pattern.tensors()]
+    if call.pattern.documents is not None:
+        tensors.append(call.pattern.documents.flatten())
+    numbers = torch.cat(tensors)
     everyone = call.comm.all_gather(numbers)
     return float((everyone[call.comm.rank] != everyone[0]).sum())
 
@@ -425,6 +428,7 @@ class Sentinel:
         inputs = {"q": call.q, "k": call.k, "v": call.v}
         pattern = call.pattern.tensors()
         content = saved | inputs | {"pattern": pattern, "settings": settings}
+        content["documents"] = call.pattern.documents
         content |= {"rank": call.comm.rank, "ranks": ranks}
         content |= {"torch": str(torch.__version__), "device": str(call.q.device)}
         file = folder / f"rank_{call.comm.rank}.pt"

@@ -120,7 +120,10 @@ def replay(saved: Saved, device: torch.device, all_heads: bool = False) -> list[
             name: x.to(device) if isinstance(x, Tensor) else x
             for name, x in saved.ranks[comm.rank].items()
         }
-        pattern = VerticalSlash(*(x.to(device) for x in content["pattern"]))
+        tensors = [x.to(device) for x in content["pattern"]]
+        if content["documents"] is not None:
+            tensors.append(content["documents"])
+        pattern = VerticalSlash(*tensors)
         q, k, v = (content[name] for name in ("q", "k", "v"))
         call = Call(q, k, v, pattern, comm, settings)
         before = {n: x for n, x in content.items() if isinstance(x, Tensor)}

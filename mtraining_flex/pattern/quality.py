@@ -11,6 +11,8 @@ and the later blocks without a slash are `NB - 1 - cb` less the slashes in
 [1, NB - 1 - cb], which one `searchsorted` counts. All of it stays on the device, in
 int64, with no host synchronisation and no [NB, NB] map.
 
+With several documents, a pair counts if it is within one (`_kept_in_documents`).
+
 Recall looks at every logit and is O(S^2): for tests, reports and short runs. (The
 search gives the recall of its probe rows for free.)
 
@@ -21,23 +23,30 @@ granularity, NS/NV caps, C query rows of a chunk.
 import torch
 from torch import Tensor
 
+from mtraining_flex.pattern.documents import last_of_document
 from mtraining_flex.pattern.types import SENTINEL, VerticalSlash
 
 _CHUNK_LOGITS = 1 << 24  # logits held at a time by `recall`, over all heads
 
 
 def density(pattern: VerticalSlash, seq_len: int, granularity: int) -> Tensor:
-    """Kept causal pairs / causal pairs: fp64 `[B, H]`.
+    """Kept causal pairs / causal pairs, those of one document: fp64 `[B, H]`.
 
     Raises:
         ValueError: `seq_len` is not a multiple of `granularity`.
     """
     kept = kept_pairs(pattern, seq_len, granularity)
-    return kept.double() / (seq_len * (seq_len + 1) // 2)
+    if pattern.documents is None:
+        return kept.double() / (seq_len * (seq_len + 1) // 2)
+    position = torch.arange(seq_len, device=kept.device)
+    causal = (position - pattern.documents + 1).sum(1, keepdim=True)  # [B, 1]
+    return kept.double() / causal
 
 
 def kept_pairs(pattern: VerticalSlash, seq_len: int, granularity: int) -> Tensor:
     """Causal pairs in the union of slashes and verticals: int64 `[B, H]`, exact.
+
+    With documents only pairs within one count.
 
     Raises:
         ValueError: `seq_len` is not a multiple of `granularity`.
@@ -46,6 +55,8 @@ def kept_pairs(pattern: VerticalSlash, seq_len: int, granularity: int) -> Tensor
         raise ValueError(
             f"seq_len ({seq_len}) must be a multiple of granularity ({granularity})"
         )
+    if pattern.documents is not None:
+        return _kept_in_documents(pattern, pattern.documents, granularity)
     g, num_blocks = granularity, seq_len // granularity
     slash, vertical = _entries(pattern)
     pairs = torch.where(
@@ -60,6 +71,55 @@ def kept_pairs(pattern: VerticalSlash, seq_len: int, granularity: int) -> Tensor
     own = torch.where(has_diagonal, 0, g - vertical % g)
     by_vertical = torch.where(vertical < seq_len, own + later, 0).sum(-1)
     return by_slash + by_vertical
+
+
+def _kept_in_documents(
+    pattern: VerticalSlash, documents: Tensor, granularity: int
+) -> Tensor:
+    """`kept_pairs` where a query sees no key before `documents` of it, [B, S].
+
+    Of a query in block qb, whose document begins in block sb: all g keys of each kept
+    block in between, what the document has of block sb, and its own block up to the
+    query. Of a vertical: likewise the queries up to the end of its document, where no
+    slash keeps the block.
+    """
+    g, (batch, seq_len) = granularity, documents.shape
+    num_blocks = seq_len // g
+    slash, vertical = _entries(pattern)
+    slash, vertical = (
+        x.expand(batch, *x.shape[1:]).contiguous() for x in (slash, vertical)
+    )
+    heads = slash.shape[1]
+    kept = _bitmap(slash, num_blocks).long()  # [B, H, NB]
+    below = torch.nn.functional.pad(kept.cumsum(-1), (1, 0))  # kept offsets < d, at d
+
+    def at(table: Tensor, offset: Tensor) -> Tensor:
+        """table [B, H, n] at offsets [B, n'] or [B, H, n'], 0 for negative ones."""
+        offset = offset[:, None].expand(-1, heads, -1) if offset.ndim == 2 else offset
+        return table.gather(-1, offset.clamp(min=0)) * (offset >= 0)
+
+    position = torch.arange(seq_len, device=documents.device)
+    first = documents.long()
+    span = position // g - first // g  # [B, S], qb - sb
+    own = position - torch.maximum(first, position // g * g) + 1
+    total = at(kept, span * 0) * own[:, None]
+    total += at(kept, torch.where(span > 0, span, -1)) * (g - first % g)[:, None]
+    between = at(below, span) - at(below, (span > 0).long())  # offsets 1 to span - 1
+    by_slash = (total + g * between).sum(-1)
+
+    real = vertical < seq_len
+    column = torch.where(real, vertical, 0)
+    last = last_of_document(documents).long()[:, None].expand(-1, heads, -1)
+    end = last.gather(-1, column)  # [B, H, NV], last query of its document
+    span = end // g - column // g
+    own = (1 - at(kept, span * 0)) * (
+        torch.minimum(end, (column // g + 1) * g - 1) - column + 1
+    )
+    at_end = torch.where(span > 0, 1 - at(kept, span), 0) * (end % g + 1)
+    some = (span - 1).clamp(min=0)  # blocks in between
+    kept_between = at(below, some + 1) - at(below, torch.ones_like(span))
+    later = g * (some - kept_between)
+    return by_slash + torch.where(real, own + at_end + later, 0).sum(-1)
 
 
 def executed_blocks(pattern: VerticalSlash, num_blocks: int) -> Tensor:
@@ -103,11 +163,14 @@ def recall(
     rows = max(_CHUNK_LOGITS // (batch * heads * seq_len), 1)
     for start in range(0, seq_len, rows):
         end = min(start + rows, seq_len)  # no row of the chunk sees a key behind it
-        future = position[:end] > position[start:end, None]  # [C, end]
+        unseen = position[:end] > position[start:end, None]  # [C, end]
+        if pattern.documents is not None:
+            before = position[:end] < pattern.documents[:, start:end, None]
+            unseen = (unseen | before)[:, None]  # [B, 1, C, end]
         grouped = q[:, :, start:end].to(dtype).reshape(batch, kv_heads, -1, head_dim)
         logits = (grouped @ keys[..., :end]) * scale  # [B, HK, G C, end]
         logits = logits.view(batch, heads, end - start, end)
-        probs = logits.masked_fill_(future, -torch.inf).softmax(-1)
+        probs = logits.masked_fill_(unseen, -torch.inf).softmax(-1)
         offset = (block[start:end, None] - block[:end]).clamp(min=0)
         kept = in_slash[:, :, offset] | in_vertical[:, :, None, :end]
         held += (probs * kept).sum(-1).double().sum(-1)

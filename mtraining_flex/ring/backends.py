@@ -13,15 +13,25 @@ from mtraining_flex.config import BACKENDS
 
 
 def resolve_backend(
-    backend: str, device_type: str, granularity: int, dtype: torch.dtype, head_dim: int
+    backend: str,
+    device_type: str,
+    granularity: int,
+    dtype: torch.dtype,
+    head_dim: int,
+    documents: bool = False,
 ) -> tuple[str, str]:
     """The backend that will run, and why.
+
+    Args:
+        documents: whether sequences have several documents, or padding.
 
     Raises:
         ValueError: an explicit backend that this machine or this call cannot run.
     """
     deterministic = torch.are_deterministic_algorithms_enabled()
-    return _resolve(backend, device_type, granularity, dtype, head_dim, deterministic)
+    return _resolve(
+        backend, device_type, granularity, dtype, head_dim, documents, deterministic
+    )
 
 
 # Backends that "auto" tries on a GPU, fastest first, and why this order: forward +
@@ -42,6 +52,7 @@ def _resolve(
     granularity: int,
     dtype: torch.dtype,
     head_dim: int,
+    documents: bool,
     deterministic: bool,
 ) -> tuple[str, str]:
     if backend not in BACKENDS:
@@ -49,7 +60,9 @@ def _resolve(
             f"sparse_attention.backend ('{backend}') must be one of {list(BACKENDS)}"
         )
     obstacles = {
-        name: _obstacle(name, device_type, granularity, dtype, head_dim, deterministic)
+        name: _obstacle(
+            name, device_type, granularity, dtype, head_dim, documents, deterministic
+        )
         for name in ("flash", "flex", "triton", "eager")
     }
     if backend != "auto":
@@ -86,6 +99,7 @@ def _obstacle(
     granularity: int,
     dtype: torch.dtype,
     head_dim: int,
+    documents: bool,
     deterministic: bool,
 ) -> str:
     """Why a backend cannot run; "" if it can."""
@@ -100,6 +114,8 @@ def _obstacle(
     if dtype == torch.float64:
         return "it computes no float64"
     if name == "flash":
+        if documents:
+            return "its blocks are whole or causal, and those of documents are neither"
         if deterministic:
             return "its gradients do not repeat bitwise, and debug.deterministic is set"
         if not _has_flash():

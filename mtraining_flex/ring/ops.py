@@ -38,10 +38,11 @@ def _ring(
     inner: str,
     backend: str,
     scale: float,
+    documents: bool,
 ) -> drive.Ring:
     resolved = timed(resolve(comm))
     chosen, _ = resolve_backend(
-        backend, q.device.type, granularity, q.dtype, q.shape[-1]
+        backend, q.device.type, granularity, q.dtype, q.shape[-1], documents
     )
     return drive.Ring(
         _layout(q, resolved, layout, granularity),
@@ -93,6 +94,7 @@ def search_pattern(
     local_window: int,
     probe_rows: int,
     scale: float,
+    documents: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Find the pattern of one layer; the tensors of a `VerticalSlash`.
 
@@ -109,7 +111,7 @@ def search_pattern(
     )
     sequence = _layout(q, ring, layout, granularity)
     with _own_precision(q):
-        pattern, scores = search(q, k, budget, options, sequence, ring)
+        pattern, scores = search(q, k, budget, options, sequence, ring, documents)
         if recorder.active:
             recall = probe_recall(scores, pattern, sequence, ring)
             recorder.add(int(layer), "recall", recall)
@@ -158,12 +160,14 @@ def ring_attention(
     inner: str,
     backend: str,
     scale: float,
+    documents: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Forward of the ring: out `[B, H, S, D]` in q's dtype and natural lse."""
     ring = _ring(
-        q, comm, layout, granularity, rotation, inner_degree, inner, backend, scale
-    )
-    pattern = VerticalSlash(slash, num_slash, vertical, num_vertical)
+        q, comm, layout, granularity, rotation, inner_degree, inner, backend, scale,
+        documents is not None,
+    )  # fmt: skip
+    pattern = VerticalSlash(slash, num_slash, vertical, num_vertical, documents)
     number, resolved = int(layer), resolve(comm)
     watched = sentinel.watches(FORWARD, number, resolved)
     counter = StepCounter(q, ring.comm.size) if watched or recorder.active else None
@@ -206,12 +210,14 @@ def ring_attention_backward(
     inner: str,
     backend: str,
     scale: float,
+    documents: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Backward of the ring: dq, dk, dv in the dtypes of q, k, v."""
     ring = _ring(
-        q, comm, layout, granularity, rotation, inner_degree, inner, backend, scale
-    )
-    pattern = VerticalSlash(slash, num_slash, vertical, num_vertical)
+        q, comm, layout, granularity, rotation, inner_degree, inner, backend, scale,
+        documents is not None,
+    )  # fmt: skip
+    pattern = VerticalSlash(slash, num_slash, vertical, num_vertical, documents)
     with _own_precision(q):
         dq, dk, dv = drive.backward(ring, dout, q, k, v, out, lse, pattern)
         if sentinel.watches(BACKWARD, int(layer), resolve(comm)):
@@ -231,13 +237,15 @@ def _setup_context(ctx, inputs, output) -> None:
     q, k, v, *pattern_and_layer = inputs[:8]
     out, lse = output
     ctx.mark_non_differentiable(lse)
-    ctx.save_for_backward(q, k, v, out, lse, *pattern_and_layer)
-    ctx.rest = inputs[8:]
+    *names, documents = inputs[8:]
+    ctx.save_for_backward(q, k, v, out, lse, *pattern_and_layer, documents)
+    ctx.names = names
 
 
 def _backward(ctx, dout, dlse):
-    dq, dk, dv = ring_attention_backward(dout, *ctx.saved_tensors, *ctx.rest)
-    return dq, dk, dv, *[None] * 13
+    *tensors, documents = ctx.saved_tensors
+    dq, dk, dv = ring_attention_backward(dout, *tensors, *ctx.names, documents)
+    return dq, dk, dv, *[None] * 14
 
 
 ring_attention.register_autograd(_backward, setup_context=_setup_context)

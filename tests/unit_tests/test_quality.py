@@ -1,5 +1,7 @@
 """Density, executed blocks and recall against brute force over [S, S]."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -10,7 +12,13 @@ from mtraining_flex.pattern.types import (
     pack_pattern,
 )
 from mtraining_flex.reference import allowed_pairs
-from tests.helpers import HEAD_KINDS, assert_close, random_pattern, random_qkv
+from tests.helpers import (
+    HEAD_KINDS,
+    assert_close,
+    random_documents,
+    random_pattern,
+    random_qkv,
+)
 
 CASES = [(4, 4), (4, 64), (16, 16), (16, 240), (128, 128), (128, 640)]
 
@@ -38,6 +46,49 @@ def test_density_counts_the_kept_pairs(
         share = quality.density(pattern, seq_len, granularity)
         assert share.dtype == torch.float64
         assert torch.equal(share, expected.double() / (seq_len * (seq_len + 1) / 2))
+
+
+@pytest.mark.parametrize("always_diagonal", [True, False])
+@pytest.mark.parametrize(("granularity", "seq_len"), CASES)
+def test_only_pairs_of_one_document_count(
+    granularity: int, seq_len: int, always_diagonal: bool
+) -> None:
+    for seed in range(4):
+        pattern = random_pattern(
+            2,
+            len(HEAD_KINDS),
+            seq_len,
+            granularity,
+            max_slash=1 + 3 * seed,
+            max_vertical=7 * seed,
+            seed=seed,
+            always_diagonal=always_diagonal,
+        )
+        documents = random_documents(2, seq_len, seed)
+        pattern = replace(pattern, documents=documents)
+        expected = allowed_pairs(pattern, seq_len, granularity).sum((-2, -1))
+        actual = quality.kept_pairs(pattern, seq_len, granularity)
+        assert torch.equal(actual, expected)
+        every = dense_pattern(seq_len // granularity, "cpu", documents)
+        causal = allowed_pairs(every, seq_len, granularity).sum((-2, -1))
+        share = quality.density(pattern, seq_len, granularity)
+        assert torch.equal(share, expected.double() / causal)
+
+
+def test_recall_knows_documents() -> None:
+    q, k, _ = random_qkv(2, 6, 2, 64, 16, dtype=torch.float64, seed=0)
+    documents = random_documents(2, 64, 1)
+    dense = dense_pattern(16, "cpu", documents)
+    assert_close(quality.recall(q, k, dense, granularity=4), torch.ones(2, 6), 1e-6)
+    pattern = replace(
+        random_pattern(2, 6, 64, 4, max_slash=4, max_vertical=6, seed=1),
+        documents=documents,
+    )
+    logits = q @ k.repeat_interleave(3, 1).mT / 4
+    seen = allowed_pairs(dense, 64, 4)
+    probs = logits.masked_fill(~seen, -torch.inf).softmax(-1)
+    held = (probs * allowed_pairs(pattern, 64, 4)).sum((-2, -1)) / 64
+    assert_close(quality.recall(q, k, pattern, granularity=4), held.float(), 1e-6)
 
 
 def test_density_of_dense_is_one_also_at_a_million_tokens() -> None:
