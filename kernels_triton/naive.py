@@ -4,7 +4,7 @@ They are the oracles of the kernel tests, and what runs where there is no GPU.
 
 Letters: B batch, H query heads, HK kv heads, G = H / HK, D head dim, g granularity
 (block edge in tokens), N local key blocks, S = N * g local keys, NB blocks of the
-whole sequence, R probe rows.
+whole sequence, R probe rows, P groups of probe rows of one batch entry.
 
 The probe
 ---------
@@ -13,6 +13,10 @@ rows of the sequence. The keys of one shard are scored in two calls: `probe_row_
 gives the softmax statistics of each key block, which are merged over all blocks and
 ranks into one `lse` per row; `probe_scores` then turns the logits into probabilities
 and adds them up by key (vertical scores) and by block offset (slash scores).
+
+Where documents share a sequence, no row sees another document's keys, and one set of
+last rows would score one document alone. The rows then come as `ProbeRows`: P groups of
+R rows for each batch entry, each group from one document.
 
 A block must get the same bits in whatever shard it sits, or the number of ranks would
 move a cut. Three things are done for that:
@@ -42,6 +46,22 @@ _CHUNK_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
+class ProbeRows:
+    """Probe rows of packed documents: each group of R rows is of one document.
+
+    Group b * P + p belongs to batch entry b. A row sees the keys with
+    start <= k_pos <= pos. The values are the device's alone: no check and no shape
+    depends on them.
+    """
+
+    pos: Tensor
+    """[B P, R] int32, not descending within a group, and pos[:, -1] - pos[:, 0] < R. A
+    row that repeats counts as often as it stands there."""
+    start: Tensor
+    """[B P] int32, the position where the document of these rows begins."""
+
+
+@dataclass(frozen=True)
 class ProbeGeometry:
     """The numbers that fix a probe call's tiles; all of them checked.
 
@@ -49,15 +69,21 @@ class ProbeGeometry:
     """
 
     batch: int
+    """Entries of q: B, or B P of `ProbeRows`."""
     heads: int
     kv_heads: int
     rows: int
-    """Probe rows R, at positions first_q .. first_q + R - 1."""
+    """Probe rows R, at first_q .. first_q + R - 1 or where `ProbeRows` says."""
     head_dim: int
     blocks: int
     """Local key blocks N."""
     granularity: int
-    first_q: int
+    first_q: int | None
+    """None where `ProbeRows` are given."""
+    seq_len: int | None
+    """Tokens of the whole sequence; None where neither first_q nor the caller says."""
+    probes: int = 1
+    """Entries of q for each batch entry of k, P."""
 
     @property
     def group(self) -> int:
@@ -67,21 +93,29 @@ class ProbeGeometry:
     @property
     def num_blocks(self) -> int:
         """Blocks of the whole sequence, NB."""
-        return (self.first_q + self.rows) // self.granularity
+        assert self.seq_len is not None
+        return self.seq_len // self.granularity
 
     @property
     def row_groups(self) -> int:
-        """Query blocks that the probe rows touch, RG."""
+        """Query blocks that the probe rows touch, RG; of `ProbeRows`, at most."""
+        if self.first_q is None:
+            return (self.rows + self.granularity - 2) // self.granularity + 1
         return self.num_blocks - self.first_q // self.granularity
 
     @property
     def diagonal_column(self) -> int:
-        """The slash column ceil(R / g), for block offset NB - 1 - kb."""
+        """The slash column C - 2, for block offset top - kb: ceil(R / g), or RG.
+
+        Where top is the last of the RG query blocks, and NB - 1 with first_q.
+        """
+        if self.first_q is None:
+            return self.row_groups
         return -(-self.rows // self.granularity)
 
     @property
     def slash_columns(self) -> int:
-        """C. Column c of block kb is offset NB - 1 - kb - ceil(R / g) + c."""
+        """C. Column c of block kb is offset top - kb - (C - 2) + c."""
         return self.diagonal_column + 2
 
 
@@ -90,18 +124,24 @@ def check_probe(
     k: Tensor,
     blocks: Tensor,
     *,
-    first_q: int,
+    first_q: int | None,
     granularity: int,
     lse: Tensor | None = None,
     seq_len: int | None = None,
+    rows: ProbeRows | None = None,
 ) -> ProbeGeometry:
     """Check a probe call's arguments and give its geometry.
 
-    The values in `blocks` are not looked at: that would wait for the device.
+    The values in `blocks` and `rows` are not looked at: that would wait for the device.
 
     Raises:
         ValueError: a shape, dtype, device or position does not fit, with both numbers.
     """
+    if (first_q is None) == (rows is None):
+        given = None if rows is None else tuple(rows.pos.shape)
+        raise ValueError(
+            f"give either first_q or rows, got first_q ({first_q}) and rows ({given})"
+        )
     if q.ndim != 4 or k.ndim != 4:
         raise ValueError(
             f"q and k must be [B, H, R, D] and [B, HK, S, D], got {tuple(q.shape)} "
@@ -110,12 +150,12 @@ def check_probe(
     B, H, R, D = q.shape
     HK, S = k.shape[1], k.shape[2]
     g = granularity
-    if k.shape[0] != B or k.shape[3] != D:
+    if (rows is None and k.shape[0] != B) or k.shape[3] != D:
         raise ValueError(
             f"q {tuple(q.shape)} and k {tuple(k.shape)} must agree in batch and head "
             "dim"
         )
-    if min(B, H, R, D, HK, S) < 1:
+    if min(B, H, R, D, k.shape[0], HK, S) < 1:
         raise ValueError(f"q {tuple(q.shape)} and k {tuple(k.shape)} must not be empty")
     if H % HK:
         raise ValueError(f"query heads ({H}) must be a multiple of kv heads ({HK})")
@@ -140,6 +180,35 @@ def check_probe(
             f"q, k and blocks must be on one device, got {q.device}, {k.device} and "
             f"{blocks.device}"
         )
+    if rows is not None:
+        _check_rows(q, k, rows, g, seq_len)
+    elif first_q is not None:
+        seq_len = _check_last_rows(R, first_q, g, seq_len)
+    if lse is not None:
+        if tuple(lse.shape) != (B, H, R):
+            raise ValueError(
+                f"lse must be [B, H, R] = {(B, H, R)}, got {tuple(lse.shape)}"
+            )
+        if lse.dtype not in (torch.float32, torch.float64):
+            raise ValueError(f"lse must be float32 or float64, got {lse.dtype}")
+        if lse.device != q.device:
+            raise ValueError(f"lse is on {lse.device}, q on {q.device}")
+    return ProbeGeometry(
+        batch=B,
+        heads=H,
+        kv_heads=HK,
+        rows=R,
+        head_dim=D,
+        blocks=blocks.shape[0],
+        granularity=g,
+        first_q=first_q,
+        seq_len=seq_len,
+        probes=B // k.shape[0],
+    )
+
+
+def _check_last_rows(R: int, first_q: int, g: int, seq_len: int | None) -> int:
+    """Check where the last rows of the sequence lie and give its length."""
     if first_q < 0 or (first_q + R) % g:
         raise ValueError(
             f"first_q ({first_q}) must not be negative, and first_q + rows "
@@ -151,16 +220,38 @@ def check_probe(
             f"the probe rows must be the last rows: first_q + rows ({first_q} + {R} = "
             f"{first_q + R}) must be seq_len ({seq_len})"
         )
-    if lse is not None:
-        if tuple(lse.shape) != (B, H, R):
-            raise ValueError(
-                f"lse must be [B, H, R] = {(B, H, R)}, got {tuple(lse.shape)}"
-            )
-        if lse.dtype not in (torch.float32, torch.float64):
-            raise ValueError(f"lse must be float32 or float64, got {lse.dtype}")
-        if lse.device != q.device:
-            raise ValueError(f"lse is on {lse.device}, q on {q.device}")
-    return ProbeGeometry(B, H, HK, R, D, blocks.shape[0], g, first_q)
+    return first_q + R
+
+
+def _check_rows(
+    q: Tensor, k: Tensor, rows: ProbeRows, g: int, seq_len: int | None
+) -> None:
+    """Check the rows of packed documents, but for their values."""
+    entries, _, R, _ = q.shape
+    pos, start = rows.pos, rows.start
+    if entries % k.shape[0]:
+        raise ValueError(
+            f"entries of q ({entries}) must be a multiple of the batch of k "
+            f"({k.shape[0]})"
+        )
+    if tuple(pos.shape) != (entries, R) or tuple(start.shape) != (entries,):
+        raise ValueError(
+            f"rows.pos must be [B P, R] = {(entries, R)} and rows.start [B P] = "
+            f"{(entries,)}, got {tuple(pos.shape)} and {tuple(start.shape)}"
+        )
+    if not pos.dtype == start.dtype == torch.int32:
+        raise ValueError(
+            f"rows.pos and rows.start must be int32, got {pos.dtype} and {start.dtype}"
+        )
+    if not pos.device == start.device == q.device:
+        raise ValueError(
+            f"rows.pos is on {pos.device} and rows.start on {start.device}, q on "
+            f"{q.device}"
+        )
+    if seq_len is not None and (seq_len < 1 or seq_len % g):
+        raise ValueError(
+            f"seq_len ({seq_len}) must be a positive multiple of the granularity ({g})"
+        )
 
 
 @torch.no_grad()
@@ -169,21 +260,24 @@ def probe_row_stats(
     k: Tensor,
     blocks: Tensor,
     *,
-    first_q: int,
+    first_q: int | None = None,
     scale: float,
     granularity: int,
+    rows: ProbeRows | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Softmax statistics of each probe row in each local key block.
 
     Args:
         q: the probe rows, [B, H, R, D], at positions first_q .. first_q + R - 1, which
-            are the last of the sequence.
+            are the last of the sequence; with `rows` [B P, H, R, D], and B P for B in
+            the results.
         k: the keys of this shard, [B, HK, S, D], any strides.
         blocks: global block index of each local block, [N] int32 or int64, any order,
             each in [0, NB).
-        first_q: position of the first probe row.
+        first_q: position of the first probe row; None with `rows`.
         scale: factor of the logits.
         granularity: block edge g in tokens; first_q + R must be a multiple of it.
+        rows: where the rows of packed documents lie; None with `first_q`.
 
     Returns:
         row_max: [B, H, N, R] fp64, largest scaled logit among the block's keys that
@@ -193,9 +287,10 @@ def probe_row_stats(
     Raises:
         ValueError: the arguments do not fit together.
     """
-    geo = check_probe(q, k, blocks, first_q=first_q, granularity=granularity)
+    geo = check_probe(q, k, blocks, first_q=first_q, granularity=granularity, rows=rows)
+    rows = _row_positions(geo, rows, q.device)
     row_max, row_sum = [], []
-    for _, x in _logit_chunks(q, k, blocks, geo, scale):
+    for _, x in _logit_chunks(q, k, blocks, geo, rows, scale):
         top = x.amax(-1)  # [n, B, H, R]
         # A row without keys would give -inf - -inf.
         shift = torch.where(top == -torch.inf, 0.0, top)
@@ -215,10 +310,11 @@ def probe_scores(
     lse: Tensor,
     blocks: Tensor,
     *,
-    first_q: int,
+    first_q: int | None = None,
     seq_len: int,
     scale: float,
     granularity: int,
+    rows: ProbeRows | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention mass of the probe rows by key and by block offset.
 
@@ -227,10 +323,10 @@ def probe_scores(
     s // g and the rest to the next one, as the rows of its diagonal do.
 
     Args:
-        q, k, blocks, first_q, scale, granularity: as in `probe_row_stats`.
+        q, k, blocks, first_q, scale, granularity, rows: as in `probe_row_stats`.
         lse: [B, H, R] fp32 or fp64, natural log of the sum of exp(logit) over the keys
             of all shards; -inf makes a row count for nothing.
-        seq_len: tokens of the whole sequence, first_q + R.
+        seq_len: tokens of the whole sequence, NB * g; first_q + R without `rows`.
 
     Returns:
         vertical: [B, H, RG, S] fp32, for each local key the sum of P over the probe
@@ -240,6 +336,11 @@ def probe_scores(
             NB, which only block 0 can reach and no pair of blocks has, is counted as
             NB - 1, so that slash.sum() is the sum of all P. Columns of offsets outside
             [0, NB) are 0.
+
+        With `rows`, which may lie anywhere, the tiles are as large as the worst case:
+        RG = (R + g - 2) // g + 1 query blocks from pos[:, 0] // g on, of which
+        top = pos[:, 0] // g + RG - 1 is the last, perhaps beyond NB - 1; C = RG + 2,
+        and column c is block offset top - kb - RG + c.
 
     Raises:
         ValueError: the arguments do not fit together.
@@ -252,28 +353,26 @@ def probe_scores(
         granularity=granularity,
         lse=lse,
         seq_len=seq_len,
+        rows=rows,
     )
     lse = lse.double()
     lse = torch.where(lse == -torch.inf, torch.inf, lse)[..., None]  # [B, H, R, 1]
-    group_start = -(first_q % geo.granularity)  # row where query block 0 begins
-    weights = _slash_weights(geo, q.device)
+    rows = _row_positions(geo, rows, q.device)
+    weights = _slash_weights(geo, rows)
+    column = torch.arange(geo.slash_columns, device=q.device)
     vertical, slash = [], []
-    for chunk_blocks, x in _logit_chunks(q, k, blocks, geo, scale):
+    for chunk_blocks, x in _logit_chunks(q, k, blocks, geo, rows, scale):
         p = x.sub_(lse).exp_()  # [n, B, H, R, g]
-        by_key = []
-        for j in range(geo.row_groups):
-            lo = max(0, group_start + j * geo.granularity)
-            hi = min(geo.rows, group_start + (j + 1) * geo.granularity)
-            by_key.append(_halving_sum(p[..., lo:hi, :], -2))
-        vertical.append(torch.stack(by_key, -2))  # [n, B, H, RG, g]
+        vertical.append(_sum_by_row_group(p, geo, rows))  # [n, B, H, RG, g]
 
         by_offset = torch.stack(
             [_halving_sum((p * w).flatten(-2), -1) for w in weights], -1
         )  # [n, B, H, C]
-        first = (chunk_blocks == 0)[:, None, None]
-        beyond = torch.where(first, by_offset[..., -1], 0.0)  # offset NB
-        by_offset[..., -1] -= beyond
-        by_offset[..., -2] += beyond
+        diagonal = _top_block(geo, rows) - chunk_blocks[:, None]  # [n, B]
+        offset = diagonal[:, :, None, None] - geo.diagonal_column + column
+        beyond = torch.where(offset == geo.num_blocks, by_offset, 0.0)
+        by_offset -= beyond
+        by_offset[..., :-1] += beyond[..., 1:]
         slash.append(by_offset)
     # [N, B, H, RG, g] -> [B, H, RG, N, g] -> [B, H, RG, S]
     return (
@@ -282,26 +381,64 @@ def probe_scores(
     )
 
 
-def _slash_weights(geo: ProbeGeometry, device: torch.device) -> Tensor:
-    """Share of each (row, key of a block) in each slash column, [C, R, g] fp64.
+def _row_positions(
+    geo: ProbeGeometry, rows: ProbeRows | None, device: torch.device
+) -> ProbeRows:
+    """The rows in int64; the last rows as one group, [1, R], that stands for any b."""
+    if rows is not None:
+        return ProbeRows(rows.pos.long(), rows.start.long())
+    assert geo.first_q is not None
+    pos = geo.first_q + torch.arange(geo.rows, device=device)
+    return ProbeRows(pos[None], pos.new_zeros(1))
+
+
+def _top_block(geo: ProbeGeometry, rows: ProbeRows) -> Tensor:
+    """The last of the RG query blocks, [B]; NB - 1 with first_q."""
+    return rows.pos[:, 0] // geo.granularity + geo.row_groups - 1
+
+
+def _sum_by_row_group(p: Tensor, geo: ProbeGeometry, rows: ProbeRows) -> Tensor:
+    """Add [n, B, H, R, g] up over the rows of each query block: [n, B, H, RG, g]."""
+    g = geo.granularity
+    by_key = []
+    for j in range(geo.row_groups):
+        if geo.first_q is None:
+            here = rows.pos // g == rows.pos[:, :1] // g + j  # [B, R]
+            by_key.append(_halving_sum(torch.where(here[:, None, :, None], p, 0.0), -2))
+        else:
+            group_start = j * g - geo.first_q % g  # row where the query block begins
+            lo, hi = max(0, group_start), min(geo.rows, group_start + g)
+            by_key.append(_halving_sum(p[..., lo:hi, :], -2))
+    return torch.stack(by_key, -2)
+
+
+def _slash_weights(geo: ProbeGeometry, rows: ProbeRows) -> Tensor:
+    """Share of each (row, key of a block) in each slash column, [C, B, 1, R, g] fp64.
 
     It is the same for every block: moving a key by g moves the offset by 1, and the
     columns of its block with it.
     """
     g = geo.granularity
-    q_pos = geo.first_q + torch.arange(geo.rows, device=device)
-    last_block_pos = (geo.num_blocks - 1) * g + torch.arange(g, device=device)
-    s = q_pos[:, None] - last_block_pos  # [R, g], negative above the diagonal
+    top_pos = _top_block(geo, rows)[:, None] * g + torch.arange(
+        g, device=rows.pos.device
+    )  # [B, g]
+    s = rows.pos[:, :, None] - top_pos[:, None]  # [B, R, g], negative above diagonal
     offset = s.div(g, rounding_mode="floor") + geo.diagonal_column
     share = s.remainder(g).double() / g
-    column = torch.arange(geo.slash_columns, device=device)[:, None, None]
-    return torch.where(column == offset, 1 - share, 0.0) + torch.where(
+    column = torch.arange(geo.slash_columns, device=s.device)[:, None, None, None]
+    weights = torch.where(column == offset, 1 - share, 0.0) + torch.where(
         column == offset + 1, share, 0.0
     )
+    return weights[:, :, None]
 
 
 def _logit_chunks(
-    q: Tensor, k: Tensor, blocks: Tensor, geo: ProbeGeometry, scale: float
+    q: Tensor,
+    k: Tensor,
+    blocks: Tensor,
+    geo: ProbeGeometry,
+    rows: ProbeRows,
+    scale: float,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield (blocks [n], scaled and masked logits [n, B, H, R, g] fp64) piece by piece.
 
@@ -310,7 +447,6 @@ def _logit_chunks(
     B, H, HK, R, D = geo.batch, geo.heads, geo.kv_heads, geo.rows, geo.head_dim
     g, G = geo.granularity, geo.group
     q_rows = q.double().reshape(B, HK, G * R, D)
-    q_pos = geo.first_q + torch.arange(R, device=q.device)
     key_idx = torch.arange(g, device=q.device)
     step = max(1, _CHUNK_BYTES // (B * H * R * g * 8))
     for start in range(0, geo.blocks, step):
@@ -323,11 +459,12 @@ def _logit_chunks(
         for a in range(n):
             for b in range(B):
                 for h in range(HK):
-                    torch.mm(q_rows[b, h], keys[a, b, h], out=x[a, b, h])
+                    torch.mm(q_rows[b, h], keys[a, b // geo.probes, h], out=x[a, b, h])
         x = x.mul_(scale).view(n, B, H, R, g)
-        k_pos = chunk_blocks[:, None, None] * g + key_idx  # [n, 1, g]
-        unseen = k_pos > q_pos[:, None]  # [n, R, g]
-        yield chunk_blocks, x.masked_fill_(unseen[:, None, None], -torch.inf)
+        k_pos = chunk_blocks[:, None, None, None] * g + key_idx  # [n, 1, 1, g]
+        unseen = k_pos > rows.pos[:, :, None]  # [n, B, R, g]
+        unseen |= k_pos < rows.start[:, None, None]
+        yield chunk_blocks, x.masked_fill_(unseen[:, :, None], -torch.inf)
 
 
 def _halving_sum(x: Tensor, dim: int) -> Tensor:

@@ -10,9 +10,17 @@ the registers. A block's numbers are made by one program in one order: no split,
 atomics, no tuning, and no tile that depends on the number of blocks, so they are the
 same bits in every shard.
 
+Rows of packed documents (`ProbeRows`) are P groups for each batch entry, and a program
+scores one block for one group. Most blocks lie outside the group's document: their
+programs see that from three numbers and leave before they load a key, so that P groups
+read little more than the keys of their own documents. A program takes positions only
+from its group's row of `ProbeRows`, never from the shard, and the values are data:
+nothing is compiled for them.
+
 Letters: B batch, H query heads, HK kv heads, G = H / HK, R probe rows, D head dim, g
 granularity, N local key blocks, S = N * g, RG query blocks that the rows touch, C slash
-columns; RP and DP are R and D padded to powers of two.
+columns; P groups of rows of a batch entry (B is then B P in q and the results); RP and
+DP are R and D padded to powers of two.
 """
 
 from __future__ import annotations
@@ -23,14 +31,14 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels_triton.common import check_device
-from kernels_triton.naive import ProbeGeometry, check_probe
+from kernels_triton.naive import ProbeGeometry, ProbeRows, check_probe
 
 MAX_ROWS = 128
 """Rows that fit one tile of logits in the registers."""
 
 # `blocks`, `first_q` and the like differ between shards and steps: compiling once for
 # all their values keeps one program, and with it one order of additions.
-_UNSPECIALIZED = ["n_blocks", "first_q", "first_rel"]
+_UNSPECIALIZED = ["n_blocks", "first_q", "first_rel", "num_blocks"]
 
 
 @triton.jit
@@ -42,6 +50,14 @@ def _load_tile(base, row_stride, col_stride, rows, cols, N_ROWS, N_COLS):
     return tl.load(at, mask=inside, other=0.0)
 
 
+@triton.jit
+def _is_unseen(blocks, block_idx, pos, start, b, R: tl.constexpr, GRAN: tl.constexpr):
+    """Whether the block lies before the document of the rows, or after the last row."""
+    first_pos = tl.load(blocks + block_idx).to(tl.int32) * GRAN
+    before = first_pos + GRAN <= tl.load(start + b)
+    return before | (first_pos > tl.load(pos + b * R + R - 1))
+
+
 @triton.jit(do_not_specialize=_UNSPECIALIZED)
 def _row_stats_kernel(
     q,  # [B, H, R, D]
@@ -49,6 +65,8 @@ def _row_stats_kernel(
     blocks,  # [N]
     row_max,  # [B, H, N, R] contiguous
     row_sum,  # [B, H, N, R] contiguous
+    pos,  # [B, R] contiguous if DOCS, else None
+    start,  # [B] likewise
     stride_qb,
     stride_qh,
     stride_qr,
@@ -59,11 +77,13 @@ def _row_stats_kernel(
     stride_kd,
     scale,
     n_blocks,
-    first_q,
+    first_q,  # None if DOCS
     HK: tl.constexpr,
     G: tl.constexpr,
+    P: tl.constexpr,
     R: tl.constexpr,
     D: tl.constexpr,
+    DOCS: tl.constexpr,
     RP: tl.constexpr,
     DP: tl.constexpr,
     GRAN: tl.constexpr,
@@ -75,11 +95,28 @@ def _row_stats_kernel(
     key_idx = tl.arange(0, GRAN)
     dim_idx = tl.arange(0, DP)
 
-    k_base = k + b * stride_kb + kv_head * stride_kh + block_idx * GRAN * stride_ks
+    if DOCS:
+        if _is_unseen(blocks, block_idx, pos, start, b, R, GRAN):
+            for i in range(G):
+                head = kv_head * G + i
+                at = ((b * HK * G + head) * n_blocks + block_idx) * R + row_idx
+                nothing = tl.zeros([RP], tl.float32)
+                tl.store(row_max + at, nothing - float("inf"), mask=row_idx < R)
+                tl.store(row_sum + at, nothing, mask=row_idx < R)
+            return
+
+    k_base = (
+        k + (b // P) * stride_kb + kv_head * stride_kh + block_idx * GRAN * stride_ks
+    )
     keys = _load_tile(k_base, stride_ks, stride_kd, key_idx, dim_idx, GRAN, D)
     keys_t = tl.trans(keys)  # [DP, g]
     k_pos = tl.load(blocks + block_idx).to(tl.int32) * GRAN + key_idx
-    seen = k_pos[None, :] <= first_q + row_idx[:, None]  # [RP, g]
+    if DOCS:
+        row_pos = tl.load(pos + b * R + row_idx, mask=row_idx < R, other=0)
+        seen = k_pos[None, :] <= row_pos[:, None]
+        seen = seen & (k_pos >= tl.load(start + b))[None, :]  # [RP, g]
+    else:
+        seen = k_pos[None, :] <= first_q + row_idx[:, None]  # [RP, g]
 
     for i in range(G):
         head = kv_head * G + i
@@ -104,6 +141,8 @@ def _scores_kernel(
     blocks,  # [N]
     vertical,  # [B, H, RG, S] contiguous
     slash,  # [B, H, N, C] contiguous
+    pos,  # [B, R] contiguous if DOCS, else None
+    start,  # [B] likewise
     stride_qb,
     stride_qh,
     stride_qr,
@@ -114,14 +153,17 @@ def _scores_kernel(
     stride_kd,
     scale,
     n_blocks,
-    first_q,
-    first_rel,  # first_q - (NB - 1) * g
+    first_q,  # None if DOCS
+    first_rel,  # first_q - (NB - 1) * g; None if DOCS
+    num_blocks,  # NB if DOCS, else None
     HK: tl.constexpr,
     G: tl.constexpr,
+    P: tl.constexpr,
     R: tl.constexpr,
     D: tl.constexpr,
     RG: tl.constexpr,
     C: tl.constexpr,
+    DOCS: tl.constexpr,
     RP: tl.constexpr,
     DP: tl.constexpr,
     GRAN: tl.constexpr,
@@ -133,13 +175,34 @@ def _scores_kernel(
     key_idx = tl.arange(0, GRAN)
     dim_idx = tl.arange(0, DP)
 
-    k_base = k + b * stride_kb + kv_head * stride_kh + block_idx * GRAN * stride_ks
+    if DOCS:
+        if _is_unseen(blocks, block_idx, pos, start, b, R, GRAN):
+            for i in range(G):
+                out_head = b * HK * G + kv_head * G + i
+                for j in tl.static_range(RG):
+                    at = ((out_head * RG + j) * n_blocks + block_idx) * GRAN + key_idx
+                    tl.store(vertical + at, tl.zeros([GRAN], tl.float32))
+                for c in tl.static_range(C):
+                    tl.store(slash + (out_head * n_blocks + block_idx) * C + c, 0.0)
+            return
+
+    k_base = (
+        k + (b // P) * stride_kb + kv_head * stride_kh + block_idx * GRAN * stride_ks
+    )
     keys = _load_tile(k_base, stride_ks, stride_kd, key_idx, dim_idx, GRAN, D)
     keys_t = tl.trans(keys)  # [DP, g]
-    row_group = (first_q % GRAN + row_idx) // GRAN  # [RP]
+    if DOCS:
+        row_pos = tl.load(pos + b * R + row_idx, mask=row_idx < R, other=0)
+        first_block = tl.load(pos + b * R) // GRAN
+        top = first_block + RG - 1
+        row_group = row_pos // GRAN - first_block  # [RP]
+        row_rel = row_pos - top * GRAN
+    else:
+        row_group = (first_q % GRAN + row_idx) // GRAN  # [RP]
+        row_rel = first_rel + row_idx
 
     # Where a pair lies between the slash columns: exact, since g is a power of two.
-    column = (first_rel + row_idx).to(tl.float32)[:, None] * (1.0 / GRAN)
+    column = row_rel.to(tl.float32)[:, None] * (1.0 / GRAN)
     column = column - key_idx.to(tl.float32)[None, :] * (1.0 / GRAN) + (C - 2)
 
     for i in range(G):
@@ -157,7 +220,11 @@ def _scores_kernel(
         # once and keep C more tiles in registers: half the programs on a processor.
         block = tl.load(blocks + block_idx).to(tl.int32)
         k_pos = block * GRAN + key_idx
-        seen = k_pos[None, :] <= first_q + row_idx[:, None]  # [RP, g]
+        if DOCS:
+            seen = k_pos[None, :] <= row_pos[:, None]
+            seen = seen & (k_pos >= tl.load(start + b))[None, :]  # [RP, g]
+        else:
+            seen = k_pos[None, :] <= first_q + row_idx[:, None]  # [RP, g]
         p = tl.where(seen, tl.exp(x - row_lse[:, None]), 0.0)  # [RP, g]
 
         for j in tl.static_range(RG):
@@ -169,7 +236,11 @@ def _scores_kernel(
             tl.store(vertical + at, by_key)
 
         # Block 0 reaches offset NB, which no pair of blocks has: keep it at NB - 1.
-        last_column = tl.where(block == 0, C - 2.0, C - 1.0)
+        if DOCS:
+            # The column of NB - 1: far beyond C - 1 if no row is near the end.
+            last_column = (num_blocks - 1 - top + block).to(tl.float32) + (C - 2.0)
+        else:
+            last_column = tl.where(block == 0, C - 2.0, C - 1.0)
         kept_column = tl.minimum(column, last_column)  # [RP, g]
         for c in tl.static_range(C):
             # From 1 on the column, linearly to 0 on its neighbours.
@@ -183,21 +254,24 @@ def probe_row_stats(
     k: Tensor,
     blocks: Tensor,
     *,
-    first_q: int,
+    first_q: int | None = None,
     scale: float,
     granularity: int,
+    rows: ProbeRows | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Softmax statistics of each probe row in each local key block.
 
-    As `naive.probe_row_stats`, with both results in fp32.
+    As `naive.probe_row_stats`, with both results in fp32. With `rows`, B is B P in q
+    and in the results.
 
     Args:
         q: [B, H, R, D] bf16, fp16 or fp32; R at most 128, D from 16 to 128.
         k: [B, HK, S, D] of the same dtype, any strides.
         blocks: [N] int32 or int64.
-        first_q: position of the first probe row.
+        first_q: position of the first probe row; None with `rows`.
         scale: factor of the logits.
         granularity: 16, 32, 64 or 128.
+        rows: where the rows of packed documents lie; None with `first_q`.
 
     Returns:
         row_max: [B, H, N, R] fp32, -inf where the row sees no key of the block.
@@ -206,7 +280,7 @@ def probe_row_stats(
     Raises:
         ValueError: the arguments do not fit together or are not supported here.
     """
-    geo = check_probe(q, k, blocks, first_q=first_q, granularity=granularity)
+    geo = check_probe(q, k, blocks, first_q=first_q, granularity=granularity, rows=rows)
     _check_supported(q, geo)
     blocks = blocks.contiguous()
     shape = (geo.batch, geo.heads, geo.blocks, geo.rows)
@@ -219,6 +293,7 @@ def probe_row_stats(
             blocks,
             row_max,
             row_sum,
+            *_contiguous(rows),
             *q.stride(),
             *k.stride(),
             float(scale),
@@ -226,8 +301,10 @@ def probe_row_stats(
             first_q,
             HK=geo.kv_heads,
             G=geo.group,
+            P=geo.probes,
             R=geo.rows,
             D=geo.head_dim,
+            DOCS=rows is not None,
             GRAN=granularity,
             **_tile(geo),
         )
@@ -240,19 +317,20 @@ def probe_scores(
     lse: Tensor,
     blocks: Tensor,
     *,
-    first_q: int,
+    first_q: int | None = None,
     seq_len: int,
     scale: float,
     granularity: int,
+    rows: ProbeRows | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention mass of the probe rows by key and by block offset.
 
-    As `naive.probe_scores`; q, k, blocks as in `probe_row_stats`, lse [B, H, R] fp32
-    or fp64 (rounded to fp32 here).
+    As `naive.probe_scores`; q, k, blocks, rows as in `probe_row_stats`, lse [B, H, R]
+    fp32 or fp64 (rounded to fp32 here).
 
     Returns:
         vertical: [B, H, RG, S] fp32.
-        slash: [B, H, N, C] fp32, C = ceil(R / g) + 2.
+        slash: [B, H, N, C] fp32, C = ceil(R / g) + 2, or RG + 2 with `rows`.
 
     Raises:
         ValueError: the arguments do not fit together or are not supported here.
@@ -265,6 +343,7 @@ def probe_scores(
         granularity=granularity,
         lse=lse,
         seq_len=seq_len,
+        rows=rows,
     )
     _check_supported(q, geo)
     blocks = blocks.contiguous()
@@ -284,22 +363,33 @@ def probe_scores(
             blocks,
             vertical,
             slash,
+            *_contiguous(rows),
             *q.stride(),
             *k.stride(),
             float(scale),
             N,
             first_q,
-            first_q - (geo.num_blocks - 1) * g,
+            None if first_q is None else first_q - (geo.num_blocks - 1) * g,
+            None if rows is None else geo.num_blocks,
             HK=geo.kv_heads,
             G=geo.group,
+            P=geo.probes,
             R=geo.rows,
             D=geo.head_dim,
             RG=geo.row_groups,
             C=geo.slash_columns,
+            DOCS=rows is not None,
             GRAN=g,
             **_tile(geo),
         )
     return vertical, slash
+
+
+def _contiguous(rows: ProbeRows | None) -> tuple[Tensor | None, Tensor | None]:
+    """pos and start for a kernel."""
+    if rows is None:
+        return None, None
+    return rows.pos.contiguous(), rows.start.contiguous()
 
 
 def _tile(geo: ProbeGeometry) -> dict[str, int]:
