@@ -59,7 +59,8 @@ def operator_results(
         q, k, v = (x[:, :, here].detach().requires_grad_() for x in qkv)
         names = (comm.name, layout.name, layout.granularity)
         layer = torch.tensor(-1)
-        out, _ = ops.ring_attention(q, k, v, *pattern.tensors(), layer, *names, *tail)
+        found = (*pattern.tensors(), layer)
+        out, _ = ops.ring_attention(q, k, v, *found, *names, *tail, pattern.documents)
         return out.detach(), *torch.autograd.grad(out, (q, k, v), dout[:, :, here])
 
     return _whole(qkv, dout, layout, run_ranks(layout.cp_size, call))
