@@ -1,6 +1,7 @@
 """Several documents in one sequence: none sees, or moves, another."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -144,19 +145,22 @@ def test_the_oracle_finds_the_same(case: str) -> None:
 @pytest.mark.parametrize("size", [2, 4])
 def test_the_pattern_is_the_same_on_any_number_of_ranks(name: str, size: int) -> None:
     config = small_config(sink=1)
+    layout = build_layout(name, S, size, config.granularity)
+
+    def find(
+        comm: Any, q: Tensor, k: Tensor, documents: Tensor, layout: Layout
+    ) -> VerticalSlash:
+        here = layout.positions(comm.rank)
+        shard = q[:, :, here], k[:, :, here]
+        return find_pattern(
+            *shard, config, layout=layout, group=comm, documents=documents
+        )
+
     for seed in range(3):
         q, k, _ = random_qkv(2, 4, 2, S, 8, torch.bfloat16, seed)
         documents = random_documents(2, S, seed)
         expected = find_pattern(q, k, config, documents=documents)
-        layout = build_layout(name, S, size, config.granularity)
-
-        def call(comm: Any, layout: Layout = layout) -> VerticalSlash:
-            here = layout.positions(comm.rank)
-            shard = q[:, :, here], k[:, :, here]
-            return find_pattern(
-                *shard, config, layout=layout, group=comm, documents=documents
-            )
-
+        call = partial(find, q=q, k=k, documents=documents, layout=layout)
         for found in run_ranks(size, call):
             _same(found, expected)
 
