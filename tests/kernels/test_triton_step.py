@@ -5,6 +5,7 @@ ring's out, dq, dk, dv to the reference in fp64. `flash` composes slash steps of
 kind with our column kernels; the same composition is tested with eager slashes.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -27,7 +28,12 @@ from mtraining_flex.ring import ops
 from mtraining_flex.ring.simulate import LockedStep, run_ranks
 from mtraining_flex.ring.step import EagerStep, Finished, Gradients, Part
 from mtraining_flex.ring.triton_step import TritonStep
-from tests.helpers import assert_close, random_pattern, random_qkv
+from tests.helpers import (
+    assert_close,
+    random_documents,
+    random_pattern,
+    random_qkv,
+)
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -125,6 +131,35 @@ def test_all_ranks_are_the_reference(
     qkv = random_qkv(batch, heads, kv_heads, layout.seq_len, D, torch.float32, seed=3)
     dout = torch.randn(qkv[0].shape)
     got = ring(monkeypatch, step, qkv, dout, pattern, layout, rotation)
+    leaves = [x.double().requires_grad_() for x in qkv]
+    out, _ = reference_attention(*leaves, pattern, G)
+    want = (out.detach(), *torch.autograd.grad(out, leaves, dout.double()))
+    for a, b in zip(got, want, strict=True):
+        assert_close(a, b, 2e-6)
+
+
+@pytest.mark.parametrize(
+    ("size", "name", "rotation", "shared"),
+    [
+        (1, "striped", "ring", False),
+        (1, "zigzag", "ring", True),
+        (2, "striped", "ring", False),
+        (2, "contiguous", "allgather", False),
+        (2, "zigzag", "ring", False),
+        (4, "striped", "ring", True),
+    ],
+)
+def test_documents_are_the_reference(monkeypatch, size, name, rotation, shared):
+    cycle = G * size * (2 if name == "zigzag" else 1)
+    layout = build_layout(name, 3 * cycle if size < 4 else 2 * cycle, size, G)
+    pattern = random_pattern(
+        1 if shared else 2, 4, layout.seq_len, G, max_slash=4, max_vertical=20, seed=1
+    )
+    documents = random_documents(2, layout.seq_len, size)
+    pattern = replace(pattern, documents=documents)
+    qkv = random_qkv(2, 4, 2, layout.seq_len, D, torch.float32, seed=3)
+    dout = torch.randn(qkv[0].shape)
+    got = ring(monkeypatch, "triton", qkv, dout, pattern, layout, rotation)
     leaves = [x.double().requires_grad_() for x in qkv]
     out, _ = reference_attention(*leaves, pattern, G)
     want = (out.detach(), *torch.autograd.grad(out, leaves, dout.double()))
